@@ -1,0 +1,182 @@
+"""Starts local workers by running the script again, and decides what a Lightning call means in each role.
+
+On the trainer a call (``trainer.fit``, ...) is a session: the launcher opens it, lets Lightning run and closes it. On a
+worker the same call serves that session; then the script waits until the trainer's script calls Lightning again, and
+exits with code 0 when that has ended.
+
+Nothing outlives the trainer: local workers ask the kernel to end them with it, and every peer's libp2p daemon and sockets
+go with their owner (``swarm/daemon.py``).
+"""
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_swarm._compat import Launcher, ignore_checkpoint_path, rerun_command
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_swarm.strategy import SwarmStrategy
+
+log = logging.getLogger(__name__)
+
+ROLE = "LIGHTNING_SWARM_ROLE"
+INITIAL_PEERS = "LIGHTNING_SWARM_INITIAL_PEERS"
+RUN_ID = "LIGHTNING_SWARM_RUN_ID"
+SECRET = "LIGHTNING_SWARM_SECRET"
+LOCAL_INDEX = "LIGHTNING_SWARM_LOCAL_INDEX"
+DEVICE = "LIGHTNING_SWARM_DEVICE"
+THREADS = "LIGHTNING_SWARM_THREADS"
+
+# Runs before the worker's own Python: asks the kernel (prctl, PR_SET_PDEATHSIG = 1) for SIGKILL at the parent's death, which
+# holds across exec. Done in a fresh interpreter, because code between fork and exec of a threaded process may deadlock.
+_FOLLOW_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
+_TAIL_LINES = 200
+_EXIT_WAIT_S = 3.0
+
+
+class WorkerDied(RuntimeError):
+    """A local worker ended while the trainer counted on it."""
+
+
+class _LocalWorker:
+    """One child process and the thread that passes its output on."""
+
+    def __init__(self, index: int, environment: dict[str, str], label: Callable[[int], str]) -> None:
+        self.index = index
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._label = label
+        command = [sys.executable, "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *rerun_command()]
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._pass_on, name=f"output of worker {index}", daemon=True)
+        self._reader.start()
+
+    def _pass_on(self) -> None:
+        assert self.process.stdout is not None
+        for raw in self.process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self.tail.append(line)
+            print(f"[{self._label(self.index)}] {line}", file=sys.stderr, flush=True)
+
+    def last_words(self) -> str:
+        """What it printed last, after it has ended."""
+        self._reader.join(timeout=2.0)
+        return "\n".join(self.tail)
+
+    def end(self, wait_s: float) -> None:
+        """Wait for it to end, then make it."""
+        try:
+            self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(timeout=1.0)
+
+
+class LocalWorkers:
+    """The workers that the trainer starts on its own machine.
+
+    Args:
+        environments: What each of them gets in its environment, by index.
+        label: How to mark a worker's output.
+    """
+
+    def __init__(self, environments: Sequence[dict[str, str]], label: Callable[[int], str]) -> None:
+        if environments and (not sys.argv or not os.path.isfile(os.path.abspath(sys.argv[0]))):
+            raise MisconfigurationException(
+                "SwarmStrategy starts local workers by running the script again, but this Python was not started from a script "
+                "(a notebook or a prompt?). Put the code into a file, or pass SwarmStrategy(workers=0) and start workers "
+                "elsewhere with the join line."
+            )
+        self._workers = [_LocalWorker(i, environment, label) for i, environment in enumerate(environments)]
+
+    def check(self) -> None:
+        """See that all of them live.
+
+        Raises:
+            WorkerDied: One does not; has its last words, so its traceback.
+        """
+        for worker in self._workers:
+            code = worker.process.poll()
+            if code is not None:
+                raise WorkerDied(
+                    f"Local worker {worker.index} has ended with exit code {code}. Its last output:\n\n{worker.last_words()}"
+                )
+
+    def end(self) -> None:
+        """Give them a moment to exit by themselves, then kill."""
+        wait_s = _EXIT_WAIT_S
+        for worker in self._workers:
+            worker.end(wait_s)
+            wait_s = 0.5
+        self._workers = []
+
+
+class SwarmLauncher(Launcher):
+    """What ``Trainer`` calls instead of its loops' functions.
+
+    Args:
+        strategy: The strategy that it launches for.
+    """
+
+    def __init__(self, strategy: "SwarmStrategy") -> None:
+        self._strategy = strategy
+        self._registered = False
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: "Trainer | None" = None, **kwargs: Any) -> Any:
+        """Run one Lightning call in this process's role."""
+        assert trainer is not None
+        if not self._registered:
+            atexit.register(self._strategy.shutdown)
+            self._registered = True
+        if self._strategy.role == "worker":
+            return self._serve(function, trainer, args, kwargs)
+        self._strategy.begin_call()
+        try:
+            results = function(*args, **kwargs)
+        except BaseException:
+            self._strategy.end_call(failed=True, results=None)
+            self._strategy.shutdown()
+            raise
+        self._strategy.end_call(failed=False, results=results)
+        return results
+
+    def _serve(self, function: Callable[..., Any], trainer: "Trainer", args: Any, kwargs: Any) -> Any:
+        ignore_checkpoint_path(trainer)
+        self._strategy.begin_call()
+        results = function(*args, **kwargs)
+        if not self._strategy.await_next_call():
+            self._strategy.shutdown()
+            sys.exit(0)
+        return results
+
+    @override
+    def kill(self, signum: int) -> None:
+        """Lightning got SIGTERM: a worker hands its work back; the trainer's loops end by themselves."""
+        self._strategy.drain()

@@ -1,0 +1,546 @@
+"""Every microbatch of a small or a large swarm: forward, backward, transfers, steps, failures and repairs.
+
+What the real swarm does is done here in simulated time, by the same policy objects:
+
+* The trainer sends a microbatch along a route of :class:`StochasticWiring` and keeps as many in flight as that asks for.
+* A worker runs one pass at a time, backward passes first. The activation goes to the next worker as soon as it exists, its gradient comes back;
+  the last stage runs both passes at once. A transfer occupies the sender's uplink for its bytes and arrives a latency later.
+* A step is a number of microbatches, then reduction and commit. Moved and joining workers begin to serve between two steps.
+* When a worker is killed, whatever it was asked for or has accumulated in the step goes to another worker of its stage, which
+  fetches the input and the gradient again from the neighbours: nothing else is repeated. When it hangs, the deadline finds out.
+
+Not simulated: the bytes of single calls, the DHT, and what the trainer's process costs; ``overhead_s`` stands for the latter.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_swarm.policies.banning import BanList, Cause
+from lightning_swarm.policies.deadlines import Deadlines
+from lightning_swarm.policies.rebalancing import Move, RebalancingPolicy, assign_stage
+from lightning_swarm.policies.routing import StageEmpty, StochasticWiring
+from lightning_swarm.policies.utilization import SwarmLoad, WorkerLoad
+from lightning_swarm.simulation.events import EventLoop
+from lightning_swarm.simulation.network import Network
+
+__all__ = ["SimulatedWorker", "SwarmReport", "SwarmSettings", "SwarmSimulation"]
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmSettings:
+    """The swarm's costs.
+
+    Args:
+        stages: number of stages.
+        forward_s: seconds of a forward pass a microbatch at speed 1, one for all stages or one a stage.
+        backward_ratio: seconds of a backward pass over those of the forward pass.
+        overhead_s: seconds that each pass occupies the worker besides, whatever its speed (calls, serialization).
+        noise: standard deviation of the logarithm of a pass's seconds.
+        activation_bytes: what crosses a boundary a microbatch; gradients are as large.
+        microbatches: microbatches a step; None for one endless step.
+        sync_s: reduction and commit of a step.
+        download_s: fetching the state of a stage.
+        in_flight: fixed number of microbatches in flight; None asks the wiring.
+        slack: see :meth:`StochasticWiring.in_flight_target`.
+        reading_s: seconds between two readings of the load for the rebalancing policy.
+        trainer_region: where the trainer is.
+        near_first: let the wiring know the links, so that it prefers near peers.
+    """
+
+    stages: int
+    forward_s: float | tuple[float, ...] = 0.1
+    backward_ratio: float = 2.0
+    overhead_s: float = 0.0
+    noise: float = 0.0
+    activation_bytes: float = 0.0
+    microbatches: int | None = None
+    sync_s: float = 0.0
+    download_s: float = 0.0
+    in_flight: int | None = None
+    slack: float = 2.0
+    reading_s: float = 5.0
+    trainer_region: str = ""
+    near_first: bool = True
+
+    def forward_of(self, stage: int) -> float:
+        """Seconds of a forward pass at speed 1."""
+        return self.forward_s[stage] if isinstance(self.forward_s, tuple) else self.forward_s
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One microbatch at one stage; ``attempt`` changes with each worker that is asked for it."""
+
+    microbatch: _Microbatch
+    stage: int
+    worker: SimulatedWorker
+    attempt: int = 0
+    has_input: bool = False
+    has_gradient: bool = False
+    forward_done: bool = False
+    done: bool = False
+    replied: bool = False
+    sent_s: float = 0.0
+    computed_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Microbatch:
+    tasks: list[_Task] = field(default_factory=list)
+    missing: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedWorker:
+    """A worker: its speed (1 is the settings' pace), its place, and what it is at."""
+
+    name: str
+    stage: int
+    speed: float = 1.0
+    region: str = ""
+    capacity: int | None = None
+    alive: bool = True
+    hung: bool = False
+    serving: bool = True
+    moving_to: int | None = None
+    current: _Task | None = None
+    forwards: deque[tuple[_Task, int]] = field(default_factory=deque)
+    backwards: deque[tuple[_Task, int]] = field(default_factory=deque)
+    held: dict[_Task, None] = field(default_factory=dict)
+    uplink_free_s: float = 0.0
+    busy_s: float = 0.0
+    busy_read_s: float = 0.0
+    done: int = 0
+    tasks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmReport:
+    """What happened in a simulated time.
+
+    ``share`` is each worker's share of its stage's microbatches, ``busy`` the share of the time that it computed.
+    """
+
+    seconds: float
+    microbatches: int
+    steps: int
+    repeated: int
+    moves: tuple[tuple[float, Move], ...]
+    share: dict[str, float]
+    busy: dict[str, float]
+    events: int
+
+    @property
+    def throughput(self) -> float:
+        """Microbatches a second."""
+        return self.microbatches / self.seconds if self.seconds > 0 else 0.0
+
+
+class SwarmSimulation:
+    """Simulates a swarm; see the module's docstring.
+
+    Args:
+        settings: its costs.
+        workers: the workers at the start.
+        network: the links.
+        policy: moves workers; None for nobody.
+        seed: of the noise.
+
+    Example:
+        >>> swarm = SwarmSimulation(SwarmSettings(2, forward_s=1.0), [SimulatedWorker("a", 0), SimulatedWorker("b", 1)])
+        >>> round(swarm.run(3000.0).throughput, 2)
+        0.33
+    """
+
+    def __init__(
+        self,
+        settings: SwarmSettings,
+        workers: Sequence[SimulatedWorker],
+        network: Network | None = None,
+        policy: RebalancingPolicy | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.settings = settings
+        self.network = network or Network()
+        self.policy = policy
+        self.loop = EventLoop()
+        self.bans = BanList()
+        self.deadlines = Deadlines()
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.moves: list[tuple[float, Move]] = []
+        self.finished = self.steps = self.repeated = 0
+        self._generator = random.Random(seed)
+        self._in_step: dict[_Microbatch, None] = {}
+        self._issued = self._in_flight = self._target = self._target_age = 0
+        self._arrivals: list[SimulatedWorker] = []
+        self._unassigned: list[_Task] = []
+        self._stop_after: int | None = None
+        self._mark_s = 0.0
+        self._mark_finished = 0
+        self._last_reading_s = 0.0
+        self.wiring = StochasticWiring(settings.stages, edge_cost=self._edge_cost if settings.near_first else None)
+        self._edges: dict[tuple[str, str], float] = {}
+        for worker in workers:
+            self.workers[worker.name] = worker
+            self.wiring.add(worker.stage, worker.name, capacity=worker.capacity)
+        if policy is not None:
+            self.loop.after(settings.reading_s, self._read_loads)
+        self.loop.at(0.0, self._dispatch)
+
+    # What the scenario does to the swarm.
+
+    def kill(self, name: str) -> None:
+        """The worker dies now; its connections break, so the trainer knows at once."""
+        worker = self.workers.pop(name)
+        worker.alive = False
+        self.wiring.remove(name)
+        self.deadlines.forget(name)
+        self.bans.forget(name)
+        self._target_age = 0
+        for task in list(worker.held):
+            self._repair(task)
+        worker.held.clear()
+        self._dispatch()
+
+    def hang(self, name: str) -> None:
+        """The worker answers nothing from now on, its connections stay."""
+        self.workers[name].hung = True
+
+    def recover(self, name: str) -> None:
+        """The hung worker goes on."""
+        worker = self.workers[name]
+        worker.hung = False
+        self._start(worker)
+
+    def slow(self, name: str, speed: float) -> None:
+        """The worker computes at another speed from its next pass on."""
+        self.workers[name].speed = speed
+
+    def join(self, name: str, speed: float = 1.0, region: str = "") -> int:
+        """A new worker comes; returns the stage whose state it downloads."""
+        stage = assign_stage(self.load(), speed=speed)
+        worker = SimulatedWorker(name, stage, speed, region, serving=False)
+        self.workers[name] = worker
+        self.loop.after(self.settings.download_s, self._downloaded, worker)
+        return stage
+
+    def load(self) -> SwarmLoad:
+        """A reading of all workers, as the trainer publishes it."""
+        seconds = self.loop.now - self._last_reading_s
+        loads = []
+        for worker in self.workers.values():
+            known = worker.serving and self.wiring.stage_of(worker.name) is not None
+            loads.append(
+                WorkerLoad(
+                    worker.name,
+                    worker.stage,
+                    service_s=self.wiring.measured_s(worker.name) if known else None,
+                    speed=worker.speed if not known else 1.0,
+                    busy_share=min((worker.busy_s - worker.busy_read_s) / seconds, 1.0) if seconds > 0 and known else None,
+                    queue_s=(len(worker.forwards) + len(worker.backwards)) * self.wiring.service_s(worker.name) if known else 0.0,
+                    moving_to=worker.moving_to,
+                    joining=not worker.serving,
+                )
+            )
+        return SwarmLoad(self.settings.stages, tuple(loads))
+
+    # Running.
+
+    def run(self, seconds: float) -> SwarmReport:
+        """Go on for so many simulated seconds; the report is on this time only."""
+        return self._report(lambda: self.loop.run(self.loop.now + seconds))
+
+    def run_microbatches(self, number: int) -> SwarmReport:
+        """Go on until so many more microbatches are done; the report is on these only."""
+        self._stop_after = self.finished + number
+        report = self._report(self.loop.run)
+        self._stop_after = None
+        return report
+
+    def _report(self, go) -> SwarmReport:  # type: ignore[no-untyped-def]
+        start, finished, steps, repeated = self.loop.now, self.finished, self.steps, self.repeated
+        moved, events = len(self.moves), self.loop.handled
+        before = {name: (worker.busy_s, worker.done) for name, worker in self.workers.items()}
+        go()
+        seconds = self.loop.now - start
+        done = {name: worker.done - before.get(name, (0.0, 0))[1] for name, worker in self.workers.items()}
+        by_stage = [0] * self.settings.stages
+        for name, worker in self.workers.items():
+            by_stage[worker.stage] += done[name]
+        return SwarmReport(
+            seconds,
+            self.finished - finished,
+            self.steps - steps,
+            self.repeated - repeated,
+            tuple(self.moves[moved:]),
+            {name: done[name] / max(by_stage[worker.stage], 1) for name, worker in self.workers.items()},
+            {name: (worker.busy_s - before.get(name, (0.0, 0))[0]) / seconds for name, worker in self.workers.items()}
+            if seconds > 0
+            else {},
+            self.loop.handled - events,
+        )
+
+    # The trainer.
+
+    def _dispatch(self) -> None:
+        settings = self.settings
+        while settings.microbatches is None or self._issued < settings.microbatches:
+            if self._target_age <= 0:
+                self._renew_target()
+            if self._in_flight >= self._target:
+                return
+            now = self.loop.now
+            try:
+                route = self.wiring.route(now, self.bans.banned(now), source=settings.trainer_region)
+            except StageEmpty:
+                return
+            self._target_age -= 1
+            self._issued += 1
+            self._in_flight += 1
+            microbatch = _Microbatch(missing=settings.stages)
+            self._in_step[microbatch] = None
+            for stage, name in enumerate(route):
+                task = _Task(microbatch, stage, self.workers[name])
+                microbatch.tasks.append(task)
+                self._ask(task)
+            first = microbatch.tasks[0]
+            self.loop.after(self._latency(settings.trainer_region, first.worker), self._input_arrives, first, first.attempt)
+
+    def _renew_target(self) -> None:
+        try:
+            self._target = self.settings.in_flight or self.wiring.in_flight_target(slack=self.settings.slack)
+        except StageEmpty:
+            self._target = 0
+        self._target_age = max(self._target // 4, 8)
+
+    def _ask(self, task: _Task) -> None:
+        worker = task.worker
+        worker.held[task] = None
+        worker.tasks += 1
+        task.sent_s = self.loop.now
+        self.bans.dispatched(self.loop.now, worker.name)
+        wait = self.deadlines.deadline_s(worker.name, task.stage, "process")
+        self.loop.after(wait, self._deadline, task, task.attempt)
+
+    def _deadline(self, task: _Task, attempt: int) -> None:
+        if task.replied or task.attempt != attempt or not task.worker.alive:
+            return
+        if not task.worker.hung:
+            # A slow neighbour keeps it waiting; the real trainer looks at which fetch waits and grants another deadline.
+            self.loop.after(self.deadlines.deadline_s(task.worker.name, task.stage, "process"), self._deadline, task, attempt)
+            return
+        now, worker = self.loop.now, task.worker
+        self.deadlines.timed_out(worker.name, task.stage, "process")
+        self.wiring.timed_out(task.stage, worker.name, now - task.sent_s)
+        self.bans.report(now, worker.name, Cause.TIMEOUT)
+        worker.held.pop(task, None)
+        self._repair(task)
+
+    def _repair(self, task: _Task) -> None:
+        """Give the task to another worker of its stage, which fetches from the neighbours again."""
+        if task.microbatch not in self._in_step:
+            return
+        if task.replied:
+            task.microbatch.missing += 1
+        failed = task.worker
+        task.attempt += 1
+        task.has_input = task.has_gradient = task.forward_done = task.done = task.replied = False
+        task.computed_s = 0.0
+        self.repeated += 1
+        now = self.loop.now
+        tasks, stage = task.microbatch.tasks, task.stage
+        before = tasks[stage - 1].worker if stage else None
+        after = tasks[stage + 1].worker if stage + 1 < len(tasks) else None
+        try:
+            name = self.wiring.pick(
+                stage,
+                now,
+                banned=self.bans.banned(now),
+                exclude=(failed.name,) if len(self.wiring.peers(stage)) > 1 else (),
+                previous=before.name if before is not None else None,
+                following=after.name if after is not None else None,
+            )
+        except StageEmpty:
+            self._unassigned.append(task)
+            return
+        task.worker = self.workers[name]
+        self._ask(task)
+        if before is None:
+            delay = self._latency(self.settings.trainer_region, task.worker)
+            self.loop.after(delay, self._input_arrives, task, task.attempt)
+        elif tasks[stage - 1].forward_done:
+            self._send(before, task, self._input_arrives)
+        if after is not None and tasks[stage + 1].done:
+            self._send(after, task, self._gradient_arrives)
+
+    def _reply(self, task: _Task, attempt: int) -> None:
+        if task.attempt != attempt or task.replied:
+            return
+        now, worker, microbatch = self.loop.now, task.worker, task.microbatch
+        task.replied = True
+        worker.done += 1
+        self.wiring.complete(task.stage, worker.name, task.computed_s, now=now)
+        self.deadlines.completed(worker.name, task.stage, "process", now - task.sent_s)
+        self.bans.succeeded(now, worker.name)
+        microbatch.missing -= 1
+        if microbatch.missing:
+            return
+        self._in_flight -= 1
+        self.finished += 1
+        if self.settings.microbatches is None:
+            self._forget(microbatch)
+        elif self._issued == self.settings.microbatches and self._in_flight == 0:
+            self.loop.after(self.settings.sync_s, self._commit, self._issued)
+        if self.finished == self._stop_after:
+            self.loop.stop()
+        self._dispatch()
+
+    def _forget(self, microbatch: _Microbatch) -> None:
+        self._in_step.pop(microbatch, None)
+        for task in microbatch.tasks:
+            task.worker.held.pop(task, None)
+
+    def _commit(self, issued: int) -> None:
+        """The step ends, unless a worker that died during the reduction has left microbatches to repeat."""
+        if self._in_flight or any(microbatch.missing for microbatch in self._in_step):
+            return
+        for microbatch in list(self._in_step):
+            self._forget(microbatch)
+        self.steps += 1
+        self._issued = 0
+        for worker in self._arrivals:
+            self._serve(worker)
+        self._arrivals.clear()
+        self._dispatch()
+
+    # Joining and moving.
+
+    def _read_loads(self) -> None:
+        assert self.policy is not None
+        load = self.load()
+        self._last_reading_s = self.loop.now
+        for worker in self.workers.values():
+            worker.busy_read_s = worker.busy_s
+        for move in self.policy.decide(self.loop.now, load):
+            self.moves.append((self.loop.now, move))
+            worker = self.workers[move.peer]
+            worker.moving_to = move.target
+            self.loop.after(self.settings.download_s, self._downloaded, worker)
+        self.loop.after(self.settings.reading_s, self._read_loads)
+
+    def _downloaded(self, worker: SimulatedWorker) -> None:
+        if not worker.alive:
+            return
+        if self.settings.microbatches is None or not self._in_step:
+            self._serve(worker)
+            self._dispatch()
+        else:
+            self._arrivals.append(worker)
+            if self._unassigned:
+                self._serve(worker)
+                self._arrivals.remove(worker)
+
+    def _serve(self, worker: SimulatedWorker) -> None:
+        if not worker.alive:
+            return
+        if worker.moving_to is not None:
+            old = list(worker.held)
+            self.wiring.move(worker.name, worker.moving_to)
+            worker.stage, worker.moving_to = worker.moving_to, None
+            worker.held.clear()
+            for task in old:
+                self._repair(task)
+        else:
+            worker.serving = True
+            self.wiring.add(worker.stage, worker.name, capacity=worker.capacity)
+        self._target_age = 0
+        waiting, self._unassigned = self._unassigned, []
+        for task in waiting:
+            self.repeated -= 1
+            self._repair(task)
+
+    # The workers.
+
+    def _input_arrives(self, task: _Task, attempt: int) -> None:
+        if task.attempt == attempt and not task.has_input:
+            task.has_input = True
+            task.worker.forwards.append((task, attempt))
+            self._start(task.worker)
+
+    def _gradient_arrives(self, task: _Task, attempt: int) -> None:
+        if task.attempt == attempt and not task.has_gradient:
+            task.has_gradient = True
+            if task.forward_done:
+                task.worker.backwards.append((task, attempt))
+                self._start(task.worker)
+
+    def _start(self, worker: SimulatedWorker) -> None:
+        """Begin the next pass if the worker is free: backward passes first, they free memory and let others end."""
+        if worker.current is not None or worker.hung or not worker.alive:
+            return
+        settings = self.settings
+        while worker.backwards or worker.forwards:
+            backward = bool(worker.backwards)
+            task, attempt = worker.backwards.popleft() if backward else worker.forwards.popleft()
+            if task.attempt != attempt:
+                continue
+            last = task.stage == settings.stages - 1
+            seconds = settings.forward_of(task.stage) / worker.speed
+            if backward:
+                seconds *= settings.backward_ratio
+            elif last:
+                seconds *= 1.0 + settings.backward_ratio
+            if settings.noise:
+                seconds *= self._generator.lognormvariate(0.0, settings.noise)
+            seconds += settings.overhead_s * (2 if last else 1)
+            worker.current = task
+            self.loop.after(seconds, self._end, worker, task, attempt, backward or last, seconds)
+            return
+
+    def _end(self, worker: SimulatedWorker, task: _Task, attempt: int, complete: bool, seconds: float) -> None:
+        if not worker.alive:
+            return
+        worker.current = None
+        worker.busy_s += seconds
+        if worker.hung:
+            return
+        if task.attempt == attempt:
+            task.computed_s += seconds
+            tasks, stage = task.microbatch.tasks, task.stage
+            task.forward_done = True
+            if complete:
+                task.done = True
+                if stage:
+                    self._send(worker, tasks[stage - 1], self._gradient_arrives)
+                self.loop.after(self._latency(self.settings.trainer_region, worker), self._reply, task, attempt)
+            else:
+                if not tasks[stage + 1].has_input:
+                    self._send(worker, tasks[stage + 1], self._input_arrives)
+                if task.has_gradient:
+                    worker.backwards.append((task, attempt))
+        self._start(worker)
+
+    def _send(self, worker: SimulatedWorker, task: _Task, arrive) -> None:  # type: ignore[no-untyped-def]
+        """Send an activation or a gradient to the worker that holds the task."""
+        latency, bandwidth = self.network.link(worker.region, task.worker.region)
+        now = self.loop.now
+        if self.settings.activation_bytes and bandwidth < math.inf:
+            worker.uplink_free_s = max(worker.uplink_free_s, now) + self.settings.activation_bytes / bandwidth
+            latency += worker.uplink_free_s - now
+        self.loop.after(latency, arrive, task, task.attempt)
+
+    def _latency(self, region: str, worker: SimulatedWorker) -> float:
+        return self.network.link(region, worker.region)[0]
+
+    def _edge_cost(self, source: str, target: str) -> float:
+        here = self.workers[source].region if source in self.workers else self.settings.trainer_region
+        there = self.workers[target].region
+        seconds = self._edges.get((here, there))
+        if seconds is None:
+            seconds = self._edges[here, there] = 2.0 * self.network.seconds(here, there, self.settings.activation_bytes)
+        return seconds

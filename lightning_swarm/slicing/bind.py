@@ -1,0 +1,52 @@
+"""Ghosts that become real: the enclosing code's own references to what crosses a split point.
+
+Replacing the arguments of the split point's call is not enough. Code around it may hold the same tensor in a variable and
+use it after the call: a residual connection, encoder states that go to every decoder layer. So the ghost object itself is
+bound to the tensor received, by giving it a class whose operations work on that tensor instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_swarm.slicing._compat import FakeTensor, tree_map
+
+
+class _Bound:
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*unbound(tuple(args)), **unbound(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # Autograd would follow the ghost's graph, not that of the tensor received: gradients would be lost in silence.
+        raise RuntimeError(
+            f"{func} was called past torch's overrides (as torch.autograd.Function does) with a value that crosses a split "
+            "point and is used again after the call that begins the stage; begin the stage at another call"
+        )
+
+
+class BoundGhost(_Bound, FakeTensor):
+    """What was a ghost in front of the split point, and is a real tensor behind it."""
+
+
+class BoundTensor(_Bound, Tensor):
+    """What was drawn at random in front of the split point, and is what the stage before drew behind it."""
+
+
+def bind(stand_in: Tensor, real: Tensor) -> None:
+    """From now on all references to ``stand_in`` mean ``real``."""
+    stand_in.__dict__["_real"] = real
+    stand_in.__class__ = BoundGhost if isinstance(stand_in, FakeTensor) else BoundTensor
+
+
+def unbound(structure: Any) -> Any:
+    """The structure with the real tensors in place of those bound to them."""
+    return tree_map(lambda leaf: leaf.__dict__["_real"] if isinstance(leaf, _Bound) else leaf, structure)

@@ -1,0 +1,275 @@
+"""Ghosts made cheap: what a call over ghosts gives is learnt once and looked up from then on.
+
+An operation on a ghost costs about 0.15 ms, and a stage runs through all of the model in front of it for every
+microbatch. But what comes out depends on shapes, types and plain arguments only. `MemoMode` keeps the results of whole
+submodules, and of single operations where a submodule cannot be skipped, by the signature of what went in.
+
+Never remembered: calls with arguments that are neither tensors nor plain values, calls that give real tensors (they depend
+on the batch alone and must be computed), calls that look at real data, calls that store something on a module.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.slicing._compat import DisableTorchFunction, FakeTensor, TorchDispatchMode, tree_flatten, tree_unflatten
+from lightning_swarm.slicing.ghost import Ghosts, is_ghost
+from lightning_swarm.slicing.rehearsal import AFTER_ANOTHER, BLANKS, LOOKS, GhostMode, NoRecorder, Part
+
+_PLAIN = frozenset({
+    int, float, bool, str, complex, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+    type(Ellipsis), types.FunctionType, types.BuiltinFunctionType, type, range,
+})  # fmt: skip
+_RESHAPING = frozenset({
+    "resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_", "as_strided_",
+    "requires_grad_", "detach_", "rename_", "share_memory_", "apply_", "map_", "sparse_resize_",
+})  # fmt: skip
+_CAPACITY = 4096
+
+
+class _Kind(enum.Enum):
+    DIRECT = enum.auto()
+    SPECIAL = enum.auto()
+    IN_PLACE = enum.auto()
+    COMPUTE = enum.auto()
+
+
+class _Recipe:
+    """What a call gave: a structure of ghosts, plain values and arguments handed through."""
+
+    __slots__ = ("leaves", "same", "spec")
+
+    def __init__(self, leaves: list[Any], same: dict[int, int], spec: Any) -> None:
+        self.leaves, self.same, self.spec = leaves, same, spec
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is FakeTensor:
+                leaf.__dict__["_recipe"] = (self, index)
+
+    def fresh(self) -> bool:
+        """Whether nobody changed the ghosts in place since."""
+        return all(leaf._version == 0 for leaf in self.leaves if type(leaf) is FakeTensor)
+
+    def replace(self, index: int, ghost: Tensor) -> None:
+        """Serves another ghost from now on."""
+        self.leaves[index] = ghost
+        ghost.__dict__["_recipe"] = (self, index)
+
+    def serve(self, tensors: list[Tensor]) -> Any:
+        if self.spec is None:
+            return self.leaves[0] if not self.same else tensors[self.same[0]]
+        leaves = self.leaves
+        if self.same:
+            leaves = [tensors[self.same[i]] if i in self.same else leaf for i, leaf in enumerate(leaves)]
+        return tree_unflatten(leaves, self.spec)
+
+
+class MemoMode(GhostMode):
+    """The `GhostMode` of a stage in front of its split point: remembers, and touches nothing that is real.
+
+    Args:
+        ghosts: Who makes ghosts.
+        before_write: Called with a real tensor that an operation is about to change.
+
+    """
+
+    def __init__(self, ghosts: Ghosts, before_write: Callable[[Tensor], None]) -> None:
+        super().__init__(ghosts)
+        self.learning = False
+        self._before_write = before_write
+        self._kinds: dict[Any, _Kind] = {}
+        self._recipes: dict[Any, _Recipe | None] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _classify(func)
+        kwargs = kwargs or {}
+        if self.asleep or kind is _Kind.DIRECT:
+            return func(*args, **kwargs)
+        if kind is _Kind.SPECIAL:
+            return super().__torch_function__(func, types, args, kwargs)
+        if kind is _Kind.IN_PLACE or "out" in kwargs:
+            return self._change(func, args, kwargs)
+        key: list[Any] = [func]
+        tensors: list[Tensor] = []
+        if not _sign((args, kwargs), key, tensors) or not any(type(tensor) is FakeTensor for tensor in tensors):
+            return self.compute(func, args, kwargs)
+        return self.recall(tuple(key), tensors, lambda: self.compute(func, args, kwargs), func)
+
+    def call(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A submodule's call, from memory if possible."""
+        key: list[Any] = [id(part), part.module.training]
+        tensors: list[Tensor] = []
+        with DisableTorchFunction():
+            plain = not self.learning and _sign((args, kwargs), key, tensors)
+        if not plain:
+            return self.perform(part, args, kwargs)
+        return self.recall(tuple(key), tensors, lambda: self.perform(part, args, kwargs))
+
+    def recall(self, key: tuple[Any, ...], tensors: list[Tensor], run: Callable[[], Any], function: Any = None) -> Any:
+        """What this call gives, by its signature; ``run`` gives it if it is not known."""
+        device = tensors[0].fake_device.type if tensors and is_ghost(tensors[0]) else "cpu"
+        key = (*key, torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
+        known = self._recipes.get(key, self)
+        if isinstance(known, _Recipe):
+            with DisableTorchFunction():
+                if known.fresh():
+                    return known.serve(tensors)
+        elif known is None:
+            return run()
+        if function is not None:
+            result = run()
+            learnt = True
+        else:
+            result, learnt = self.learn(run)
+        with DisableTorchFunction():
+            recipe = self._recipe(result, tensors) if learnt else None
+            if function is not None and recipe is None:
+                if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
+                    self._kinds[function] = _Kind.DIRECT
+                return result
+            if len(self._recipes) >= _CAPACITY:
+                self._recipes.clear()
+            self._recipes[key] = recipe
+            return result if recipe is None else recipe.serve(tensors)
+
+    def disown(self, ghost: Tensor) -> None:
+        """This ghost is about to be bound: memory must not serve it again."""
+        recipe, index = ghost.__dict__.pop("_recipe", (None, 0))
+        if recipe is not None:
+            recipe.replace(index, self.ghosts.inner(ghost))
+
+    def learn(self, run: Callable[[], Any]) -> tuple[Any, bool]:
+        """Runs a submodule's call; says whether its outcome may be remembered."""
+        outer, watch = self.recorder, _DataWatch()
+        self.recorder, self.learning = watch, True
+        try:
+            with watch:
+                result = run()
+        finally:
+            self.recorder, self.learning = outer, False
+        return result, not watch.saw_data
+
+    def _recipe(self, result: Any, tensors: list[Tensor]) -> _Recipe | None:
+        leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
+        same: dict[int, int] = {}
+        positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        ghostly = False
+        for index, leaf in enumerate(leaves):
+            if id(leaf) in positions:
+                same[index] = positions[id(leaf)]
+                leaves[index] = None
+                ghostly = ghostly or is_ghost(leaf)
+            elif type(leaf) is FakeTensor:
+                leaves[index] = self.ghosts.inner(leaf)
+                ghostly = True
+            elif type(leaf) not in _PLAIN:
+                return None
+        return _Recipe(leaves, same, spec) if ghostly else None
+
+    def _change(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An operation in place. On a ghost it changes nothing worth knowing; a real tensor must not become a ghost."""
+        target = kwargs.get("out", args[0] if args else None)
+        with DisableTorchFunction():
+            tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            ghosts = any(type(tensor) is FakeTensor for tensor in tensors)
+            grads = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        name = func.__name__
+        if not isinstance(target, Tensor) or name in _RESHAPING:
+            return func(*args, **kwargs)
+        if not ghosts:
+            self._before_write(target)
+            return func(*args, **kwargs)
+        if is_ghost(target) and grads and not target.requires_grad:
+            return self.compute(func, args, dict(kwargs))
+        return None if name == "__setitem__" else target
+
+
+class _DataWatch(TorchDispatchMode, NoRecorder):
+    """Notices whether real data decide something: a number for Python, or the shape of a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saw_data = False
+        self._made_up: dict[int, Tensor] = {}
+
+    def alias(self, tensor: Tensor, of: Tensor) -> None:
+        """Zeros that stand for a ghost are no data."""
+        if is_ghost(of) or id(of) in self._made_up:
+            self._made_up[id(tensor)] = tensor
+
+    def look(self, tensors: Iterable[Tensor]) -> None:
+        """See `Recorder`."""
+        if any(self._is_data(tensor) for tensor in tensors):
+            self.saw_data = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+            self.look(inputs)
+        out = func(*args, **kwargs)
+        if any(id(tensor) in self._made_up for tensor in inputs):
+            for leaf in tree_flatten(out)[0]:
+                if isinstance(leaf, Tensor):
+                    self._made_up[id(leaf)] = leaf
+        return out
+
+    def _is_data(self, tensor: Tensor) -> bool:
+        return not is_ghost(tensor) and id(tensor) not in self._made_up
+
+
+def _classify(func: Any) -> _Kind:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _Kind.DIRECT
+    if func in LOOKS or func in BLANKS or func in AFTER_ANOTHER:
+        return _Kind.SPECIAL
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")):
+        return _Kind.IN_PLACE
+    return _Kind.COMPUTE
+
+
+def _sign(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
+    """Appends to ``key`` what a value means for shapes; False if that cannot be told."""
+    kind = type(value)
+    if kind is FakeTensor:
+        tensors.append(value)
+        known = value.__dict__.get("_signature")
+        if known is None:
+            known = (value.shape, value.stride(), value.dtype, value.fake_device)
+            value.__dict__["_signature"] = known
+        key.append(known)
+        key.append(value.requires_grad)
+    elif kind in _PLAIN:
+        key.append(kind)
+        key.append(value)
+    elif kind is tuple or kind is list or kind is torch.Size:
+        key.append(kind)
+        key.append(len(value))
+        return all(_sign(item, key, tensors) for item in value)
+    elif kind is dict:
+        key.append(tuple(value))
+        return all(_sign(item, key, tensors) for item in value.values())
+    elif kind is Tensor or kind is nn.Parameter:
+        tensors.append(value)
+        key.extend((kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
+    elif kind is slice:
+        key.append(kind)
+        return all(_sign(item, key, tensors) for item in (value.start, value.stop, value.step))
+    elif isinstance(value, enum.Enum):
+        key.append(value)
+    else:
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""Finding the swarm: which of the given addresses are addresses, which of them answer, and do they let us in."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_swarm._compat_hivemind import (
+    P2P,
+    DHTNode,
+    Multiaddr,
+    P2PDaemonError,
+    PeerID,
+    ValidationError,
+    connect,
+)
+from lightning_swarm.swarm.guard import CallGuard, RecordGuard
+
+_log = logging.getLogger(__name__)
+
+
+def parse_initial_peers(addresses: Sequence[str]) -> list[Multiaddr]:
+    """The addresses, parsed.
+
+    Raises:
+        MisconfigurationException: Naming the first that is malformed or names no peer.
+    """
+    if isinstance(addresses, str):
+        raise MisconfigurationException(f"initial_peers must be a list of addresses, not one string: {addresses!r}.")
+    parsed = []
+    for address in addresses:
+        try:
+            maddr = Multiaddr(str(address).strip())
+            PeerID.from_base58(maddr["p2p"])
+        except Exception as error:  # the parser raises whatever its parts raise
+            raise MisconfigurationException(
+                f"initial_peers: {str(address)!r} is not the address of a peer. It must look like "
+                f"/ip4/192.0.2.1/tcp/31337/p2p/Qm..., as a running peer prints it. ({type(error).__name__}: {error})"
+            ) from error
+        parsed.append(maddr)
+    return parsed
+
+
+async def connect_initial(p2p: P2P, maddrs: Sequence[Multiaddr], timeout_s: float) -> list[str]:
+    """Dials all at once and returns those that answered, as soon as one has and the rest had a moment to.
+
+    Raises:
+        MisconfigurationException: When none answers, as soon as that is clear, with the reason for each.
+    """
+    if not maddrs:
+        return []
+    dials = {asyncio.ensure_future(_dial(p2p, maddr)): maddr for maddr in maddrs}
+    reasons: dict[str, str] = {}
+    live: list[str] = []
+    loop = asyncio.get_running_loop()
+    until, pending = loop.time() + max(1.0, min(timeout_s - 1.0, 10.0)), set(dials)
+    try:
+        while pending and loop.time() < until:
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=until - loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for dial in done:
+                error = dial.exception()
+                if error is None:
+                    live.append(str(dials[dial]))
+                    until = min(until, loop.time() + 0.5)
+                elif isinstance(error, (P2PDaemonError, OSError, EOFError)):
+                    reasons[str(dials[dial])] = str(error).replace("Connect failed. msg=", "")
+                else:
+                    raise error
+    finally:
+        for dial in pending:
+            dial.cancel()
+    reasons.update({str(dials[dial]): "no answer" for dial in pending})
+    listing = "".join(f"\n  {address}: {reason}" for address, reason in reasons.items())
+    if not live:
+        raise MisconfigurationException(
+            f"initial_peers: none can be reached. Is a peer of the run alive there?{listing}"
+        )
+    if reasons:
+        _log.warning(
+            "initial_peers: some cannot be reached, going on with the others:%s",
+            listing,
+        )
+    return live
+
+
+async def _dial(p2p: P2P, maddr: Multiaddr) -> None:
+    peer = PeerID.from_base58(maddr["p2p"])
+    if peer == p2p.peer_id:
+        raise P2PDaemonError("this is the address of this very peer")
+    await connect(p2p, peer, [Multiaddr(str(maddr).rsplit("/p2p/", 1)[0])])
+
+
+async def join_dht(p2p: P2P, live: Sequence[str], run_id: str, secret: bytes | None) -> DHTNode:
+    """This peer's part of the DHT, joined to that of the live peers.
+
+    Nothing is cached: a swarm has few records, and a stale one is worse than a call.
+
+    Raises:
+        MisconfigurationException: When the live peers do not let this one in.
+    """
+    try:
+        return await DHTNode.create(
+            p2p=p2p,
+            initial_peers=list(live),
+            record_validator=RecordGuard(secret, run_id),
+            authorizer=None if secret is None else CallGuard(secret, run_id),
+            cache_locally=False,
+            cache_on_store=False,
+            cache_nearest=0,
+            cache_refresh_before_expiry=0,
+        )
+    except (RuntimeError, ValidationError) as error:
+        raise MisconfigurationException(
+            f"initial_peers: {', '.join(live)} can be reached, but does not let this peer in. Is a peer of the run "
+            f"there, with the same secret, and do the clocks of both machines agree? ({error})"
+        ) from error

@@ -1,0 +1,220 @@
+"""The calls of the protocol and what they carry.
+
+==========  ========  ==========================================================================================
+call        to        meaning
+==========  ========  ==========================================================================================
+``join``    trainer   I would serve; the answer says which stage, under which plan, and who has its state
+``ready``   trainer   I hold my stage's state (or fetch it still and receive the steps meanwhile)
+``leave``   trainer   I am going
+``ping``    trainer   are you there, and is this still your session?
+``process`` worker    make sure that one microbatch is accumulated (or evaluated) at your stage
+``fetch``   any peer  the tensors of one entry of your outbox, as soon as they exist
+``reduce``  worker    check that you accumulated exactly these microbatches, then sum gradients with the group
+``commit``  worker    apply the reduced gradients: you are at the next step then
+``state``   any peer  parameters, buffers and optimizer state of a stage
+``finish``  worker    the session is over
+==========  ========  ==========================================================================================
+
+All are idempotent: a repeated call finds its work done and answers the same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_swarm.swarm.messages import Message
+
+
+@dataclass(frozen=True)
+class JoinRequest(Message):
+    """A worker asks for work."""
+
+    session: int
+    """The how-many-eth ``trainer.fit``, ``validate``, ``test`` or ``predict`` of its script this is, from 0."""
+    function: str
+    """Which of the four."""
+    device: str
+    memory_bytes: int
+    """What it can hold; 0: it does not say."""
+    versions: dict[str, str]
+    """Versions of everything that has to agree."""
+    parameters: dict[str, str]
+    """Shape and dtype of every parameter of its module, by name."""
+    local_index: int
+    """Which of the trainer's own local workers it is; -1: none of them."""
+
+
+@dataclass(frozen=True)
+class JoinReply(Message):
+    """The trainer's answer to :class:`JoinRequest`."""
+
+    action: str
+    """``serve``, ``wait`` (ask again), ``skip`` (that session is over) or ``end`` (the run is over)."""
+    assignment: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Assignment(Message):
+    """What a worker is to serve."""
+
+    session: int
+    plan: dict[str, Any]
+    plan_version: int
+    stage: int
+    step: int
+    """From this step on the worker takes part in reduce and commit."""
+    donors: tuple[str, ...]
+    """Peers that have the stage's state, best first."""
+    codec: str
+    """How activations and their gradients travel."""
+    reduce_codec: str
+    """How parameters' gradients travel in reductions."""
+    reproducible: bool
+
+
+@dataclass(frozen=True)
+class Context(Message):
+    """The trainer's side of a step, mirrored before a worker runs it."""
+
+    epoch: int
+    global_step: int
+    running_stage: str
+    """Lightning's ``RunningStage`` value."""
+    modes: tuple[str, ...]
+    """Submodules whose train/eval flag differs from the step's usual one."""
+    attributes: dict[str, Any]
+    """Plain attributes of the LightningModule that hooks changed (``swarm/tree.py``, no tensors)."""
+
+
+@dataclass(frozen=True)
+class Task(Message):
+    """One microbatch at one stage."""
+
+    session: int
+    plan_version: int
+    step: int
+    microbatch: str
+    """Its name, unique in the run: ``step:index`` in training, ``step:e:index`` in evaluation."""
+    order: int
+    """Smaller goes first."""
+    kind: str
+    """The name of the user's step function."""
+    stage: int
+    input_peer: str | None
+    """Whose outbox has the input activation; ``None`` for stage 0."""
+    gradient_peer: str | None
+    """Whose outbox will have the gradient of the output; ``None`` for the last stage and in evaluation."""
+    seed: int
+    scale: float
+    """What the loss is multiplied with before the backward pass; 0 in evaluation."""
+    batch: Any
+    """The batch (``swarm/tree.py``); tensors that the stage does not need are stand-ins of shape and dtype."""
+    step_args: tuple[int, ...]
+    """What follows the batch in the step's arguments."""
+    context: dict[str, Any]
+    signature: dict[str, Any] | None
+    """The step's signature, where the plan that the worker holds lacks it."""
+    deadline_s: float
+
+    @property
+    def training(self) -> bool:
+        """Whether a backward pass follows."""
+        return self.kind == "training_step"
+
+
+@dataclass(frozen=True)
+class GroupMember(Message):
+    """A worker in a reduction."""
+
+    peer: str
+    weight: float
+    """Its share of the summing, proportional to its bandwidth."""
+    contributes: bool
+
+
+@dataclass(frozen=True)
+class Group(Message):
+    """Workers that sum the gradients of the same parameters, in this order."""
+
+    name: str
+    parameters: tuple[str, ...]
+    members: tuple[GroupMember, ...]
+
+
+@dataclass(frozen=True)
+class ReduceRequest(Message):
+    """First phase of a step's end."""
+
+    session: int
+    step: int
+    attempt: int
+    groups: tuple[Group, ...]
+    expected: tuple[str, ...]
+    """The microbatches that the ledger says this worker has accumulated."""
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class ReduceReply(Message):
+    """What the trainer needs to know of the reduced gradients."""
+
+    squared_norms: dict[str, float]
+    """By group, of the summed gradients."""
+    finite: bool
+    absent: tuple[str, ...]
+    """Parameters that got no gradient at this worker (an optimizer skips what nobody has a gradient for)."""
+
+
+@dataclass(frozen=True)
+class CommitRequest(Message):
+    """Second phase of a step's end."""
+
+    session: int
+    step: int
+    attempt: int
+    hyperparameters: tuple[Any, ...]
+    """Of every parameter group of the optimizer, without its parameters (``swarm/tree.py``, no tensors)."""
+    scale: float
+    """The reduced gradients are multiplied with this (clipping by the global norm)."""
+    clip_value: float | None
+    """Then clamped to plus and minus this."""
+    absent: tuple[str, ...]
+    """Parameters that got no gradient anywhere."""
+
+
+@dataclass(frozen=True)
+class ReadyRequest(Message):
+    """A worker reports how far it is with an assignment."""
+
+    session: int
+    plan_version: int
+    stage: int
+    version: int
+    """The step whose parameters it holds."""
+
+
+@dataclass(frozen=True)
+class StateRequest(Message):
+    """Asks for the state of a stage."""
+
+    session: int
+    plan_version: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class FinishRequest(Message):
+    """The trainer's session is over, or this worker should ask anew for a stage."""
+
+    session: int
+    reassign: bool
+    failed: bool
+    outcome: Any
+    """``results`` of the Lightning call and what callbacks learnt (``swarm/tree.py``, no tensors)."""
+
+
+@dataclass(frozen=True)
+class TrainerRecord(Message):
+    """What a trainer announces in the DHT."""
+
+    started_s: float
+    """Wall-clock time; of two trainers of one run the newer one counts."""

@@ -1,0 +1,208 @@
+"""``p2pd``, libp2p's daemon, and what must be gone when we are gone.
+
+The daemon and its unix sockets live in a runtime directory of their own. A tiny shell, the janitor, starts the daemon
+and then waits for the end of a pipe that only this process holds open: when the node is closed, or this process ends in
+whatever way, SIGKILL included, the janitor kills the daemon and removes the directory. Both run in a session of their
+own, so that a Ctrl-C meant for the training script does not take the network away before it could say goodbye.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_swarm._compat_hivemind import P2P, Multiaddr, p2pd_path
+
+_log = logging.getLogger(__name__)
+_JANITOR = """
+directory=$1; shift
+"$@" &
+trap '' HUP INT TERM
+exec >/dev/null 2>&1
+read -r _
+kill -9 $!
+rm -rf "$directory"
+"""
+_UNIX_PATH_LIMIT = 100
+_leases: "weakref.WeakSet[Daemon]" = weakref.WeakSet()
+
+
+def _drop_leases() -> None:
+    # A forked child (a DataLoader's worker) inherits the pipe and would keep the daemon of a dead parent alive.
+    for daemon in list(_leases):
+        daemon._end_lease()
+
+
+os.register_at_fork(after_in_child=_drop_leases)
+
+
+class Daemon:
+    """A running ``p2pd``.
+
+    Args:
+        host_maddrs: Where to listen, such as ``"/ip4/0.0.0.0/tcp/31337"``; port 0 takes a free one.
+        announce_maddrs: What to tell others instead, where the host's own addresses cannot be reached from outside.
+        identity_path: File with the private key; made when it does not exist. ``None`` for a new identity each time.
+        directory: Where to make the runtime directory.
+    """
+
+    def __init__(
+        self,
+        host_maddrs: Sequence[str],
+        announce_maddrs: Sequence[str] | None = None,
+        identity_path: Path | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        for maddr in host_maddrs:
+            _check_free(maddr)
+        parent = str(directory or tempfile.gettempdir())
+        self.directory = tempfile.mkdtemp(
+            prefix="lightning-swarm-",
+            dir=parent if len(parent) < _UNIX_PATH_LIMIT - 40 else "/tmp",
+        )
+        self.control_path = f"{self.directory}/p2pd.sock"
+        self.calls_path = f"{self.directory}/calls.sock"
+        self._lease: int | None = None
+        self._janitor: subprocess.Popen | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arguments = [
+            p2pd_path(),
+            f"-listen=/unix{self.control_path}",
+            f"-hostAddrs={','.join(host_maddrs)}",
+            "-dhtServer=1",
+            "-connManager=1",
+            "-autonat=0",
+            "-natPortMap=0",
+            "-relay=0",
+            "-relayService=0",
+            "-b=0",
+            "-idleTimeout=30s",
+        ]
+        if announce_maddrs:
+            self._arguments.append(f"-announceAddrs={','.join(announce_maddrs)}")
+        if identity_path is not None:
+            if not Path(identity_path).exists():
+                P2P.generate_identity(str(identity_path))
+            self._arguments.append(f"-id={identity_path}")
+
+    async def start(self, on_end: Callable[[], None]) -> None:
+        """Starts the daemon and waits until it listens.
+
+        Args:
+            on_end: Called on the event loop when the daemon ends later, for whatever reason.
+        """
+        ours, self._lease = os.pipe()
+        _leases.add(self)
+        # Measured: a Go runtime with as many threads as cores spins between small messages, which costs three times the
+        # CPU time; and with its default heap growth it collects garbage at every other megabyte.
+        threads = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+        environment = {
+            "GOLOG_LOG_LEVEL": "error",
+            "GOMAXPROCS": str(threads),
+            "GOGC": "400",
+            **os.environ,
+        }
+        try:
+            self._janitor = subprocess.Popen(
+                [
+                    "/bin/sh",
+                    "-c",
+                    _JANITOR,
+                    "lightning-swarm-janitor",
+                    self.directory,
+                    *self._arguments,
+                ],
+                stdin=ours,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+        finally:
+            os.close(ours)
+        assert self._janitor.stdout is not None
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: _Output(self._ready, on_end), self._janitor.stdout)
+        await self._ready
+
+    def _end_lease(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            os.close(lease)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the daemon and removes the runtime directory; waits for both. Idempotent."""
+        self._end_lease()
+        if self._janitor is not None:
+            try:
+                self._janitor.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                _log.warning(
+                    "The janitor of %s did not end in %.0f s; killing its processes.",
+                    self.directory,
+                    timeout_s,
+                )
+                os.killpg(self._janitor.pid, 9)
+                self._janitor.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class _Output(asyncio.Protocol):
+    """What the daemon prints: first how it started, later errors that nobody needs to see."""
+
+    def __init__(self, ready: "asyncio.Future[None]", on_end: Callable[[], None]) -> None:
+        self._ready = ready
+        self._on_end = on_end
+        self._text = ""
+
+    def data_received(self, data: bytes) -> None:
+        text = data.decode(errors="replace")
+        _log.debug("p2pd: %s", text.rstrip())
+        if not self._ready.done():
+            self._text = (self._text + text)[-10_000:]
+            if "Peer ID:" in self._text:
+                self._ready.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._ready.done():
+            self._on_end()
+        else:
+            lines = self._text.strip().splitlines() or ["it printed nothing"]
+            self._ready.set_exception(RuntimeError(f"libp2p's daemon p2pd did not start: {lines[-1]}"))
+
+
+def _check_free(maddr: str) -> None:
+    """Raises when a TCP address cannot be listened on. libp2p would share the port with another daemon silently."""
+    try:
+        parsed = Multiaddr(maddr)
+        protocols = [protocol.name for protocol in parsed.protocols()]
+    except Exception as error:  # the parser raises whatever its parts raise
+        raise MisconfigurationException(
+            f"host_maddrs: {maddr!r} is not a multiaddress like /ip4/0.0.0.0/tcp/0: {error}"
+        ) from error
+    if protocols[:2] not in (["ip4", "tcp"], ["ip6", "tcp"]):
+        return
+    family = socket.AF_INET if protocols[0] == "ip4" else socket.AF_INET6
+    host, port = (
+        parsed.value_for_protocol(protocols[0]),
+        int(parsed.value_for_protocol("tcp")),
+    )
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise MisconfigurationException(
+                    f"host_maddrs: {maddr} is in use by another process. Name another port, or 0 for any free one."
+                ) from error
+            raise MisconfigurationException(f"host_maddrs: cannot listen on {maddr}: {error.strerror}.") from error

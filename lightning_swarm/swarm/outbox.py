@@ -1,0 +1,205 @@
+"""What a peer has produced and others may fetch, by key.
+
+A producer puts tensors under a key such as ``(step, microbatch, "activation")``; whoever needs them fetches them from
+here. A fetch for what is not there yet waits, so data leaves at the moment it exists. Entries stay until their step is
+dropped, because a neighbour that dies and is replaced needs them again; dropping also fails those who still wait.
+
+Threads: `Outbox.put`, `Outbox.drop` and the counters may be used from any thread, `Outbox.get` on an event loop.
+"""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import (
+    TYPE_CHECKING,
+    Any,
+)
+
+from torch import Tensor
+
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, Dropped
+from lightning_swarm.swarm.messages import Message
+
+if TYPE_CHECKING:
+    from lightning_swarm.swarm.node import Node
+
+Key = Hashable
+_Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Entry]"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What lies under one key.
+
+    Attributes:
+        tensors: Must not be changed any more: they are sent without a copy.
+        header: Small things that go with them, as msgpack carries them.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    header: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Outbox:
+    """A store of entries to fetch.
+
+    Attributes:
+        bytes: Bytes of all tensors that are kept now.
+        peak_bytes: The most that there ever were.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.peak_bytes = 0
+        self._entries: dict[Key, Entry] = {}
+        self._waiters: dict[Key, list[_Waiter]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def keys(self) -> list[Key]:
+        """The keys of all entries, oldest first."""
+        with self._lock:
+            return list(self._entries)
+
+    def put(
+        self,
+        key: Key,
+        tensors: Sequence[Tensor] = (),
+        header: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Makes an entry, in place of one that may be there, and wakes those who wait for it."""
+        entry = Entry(tuple(tensor.detach() for tensor in tensors), header or {})
+        with self._lock:
+            replaced = self._entries.pop(key, None)
+            self._entries[key] = entry
+            self.bytes += entry.bytes - (replaced.bytes if replaced is not None else 0)
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+            waiters = self._waiters.pop(key, [])
+        _settle(waiters, lambda future: future.set_result(entry))
+
+    async def get(self, key: Key, timeout_s: float | None = None) -> Entry:
+        """The entry, as soon as there is one.
+
+        Args:
+            key: Its key.
+            timeout_s: How long to wait; ``None`` for as long as the task that waits may live.
+
+        Raises:
+            DeadlineExceeded: When it has not come by then.
+            Dropped: When it was dropped meanwhile.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                return entry
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[Entry] = loop.create_future()
+            self._waiters[key].append((loop, future))
+        timer = None
+        if timeout_s is not None:
+            late = DeadlineExceeded(f"{key} did not come within {timeout_s:.3g} s.")
+            timer = loop.call_later(
+                timeout_s,
+                _settle,
+                [(loop, future)],
+                lambda future: future.set_exception(late),
+            )
+        try:
+            return await future
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._forget(key, future)
+
+    def drop(self, predicate: Callable[[Key], bool]) -> int:
+        """Lets go of all entries whose key satisfies the predicate, and fails those who wait for such.
+
+        Returns:
+            How many bytes of tensors that were.
+        """
+        with self._lock:
+            freed = sum(self._entries.pop(key).bytes for key in [key for key in self._entries if predicate(key)])
+            self.bytes -= freed
+            given_up = {key: self._waiters.pop(key) for key in [key for key in self._waiters if predicate(key)]}
+        for key, waiters in given_up.items():
+            _settle(
+                waiters,
+                lambda future, key=key: future.set_exception(Dropped(f"{key} was dropped.")),
+            )  # type: ignore[misc]
+        return freed
+
+    def _forget(self, key: Key, future: "asyncio.Future[Entry]") -> None:
+        with self._lock:
+            waiters = [waiter for waiter in self._waiters.pop(key, []) if waiter[1] is not future]
+            if waiters:
+                self._waiters[key] = waiters
+
+    async def answer_fetch(self, caller: str, header: dict, tensors: list[Tensor]) -> tuple[dict, Sequence[Tensor]]:
+        """The handler of the call ``fetch``: ``node.serve({"fetch": outbox.answer_fetch})``. Waits up to its deadline."""
+        request = FetchRequest.from_dict(header)
+        entry = await self.get(request.key)
+        if request.leaves is None:
+            return dict(entry.header), entry.tensors
+        if not all(0 <= leaf < len(entry.tensors) for leaf in request.leaves):
+            raise CallerError(f"{request.key} has {len(entry.tensors)} tensors; {request.leaves} were asked for.")
+        return dict(entry.header), [entry.tensors[leaf] for leaf in request.leaves]
+
+
+@dataclass(frozen=True)
+class FetchRequest(Message):
+    """Asks for the entry under ``key``, or only for some of its tensors."""
+
+    key: str | int | tuple[str | int | tuple[str | int, ...], ...]
+    leaves: tuple[int, ...] | None = None
+
+
+async def fetch(
+    node: "Node",
+    peer: str,
+    key: Any,
+    *,
+    deadline_s: float,
+    leaves: Sequence[int] | None = None,
+    codec: str = "none",
+) -> Entry:
+    """Fetches an entry of another peer's outbox, waiting for it if it does not exist yet.
+
+    Args:
+        node: Our node; this must be awaited on its event loop.
+        peer: Whose outbox.
+        key: A string, an integer or a tuple of them.
+        deadline_s: When to give up.
+        leaves: Which of the entry's tensors; all by default.
+        codec: How floating-point tensors travel.
+
+    Raises:
+        Dropped: The peer has dropped it. See `Node.call` for all others.
+    """
+    request = FetchRequest(key, None if leaves is None else tuple(leaves))
+    header, tensors = await node.call(peer, "fetch", request.to_dict(), deadline_s=deadline_s, codec=codec)
+    return Entry(tuple(tensors), header)
+
+
+def _settle(waiters: Sequence[_Waiter], action: Callable[["asyncio.Future[Entry]"], None]) -> None:
+    for loop, future in waiters:
+        try:
+            loop.call_soon_threadsafe(_unless_done, future, action)
+        except RuntimeError:  # the waiter's loop is closed, and the waiter with it
+            continue
+
+
+def _unless_done(future: "asyncio.Future[Entry]", action: Callable[["asyncio.Future[Entry]"], None]) -> None:
+    if not future.done():
+        action(future)

@@ -1,0 +1,135 @@
+"""The trainer's place in the swarm: from the first Lightning call of a script to its end.
+
+Between two sessions (``fit``, then ``test``) the workers wait here: their scripts return from the first call when the
+second begins, and end when the trainer's script does.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_swarm.swarm.calls import JoinReply, TrainerRecord
+from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.switchboard import Switchboard
+from lightning_swarm.trainer.session import Session
+
+T = TypeVar("T")
+
+_ANNOUNCE_EVERY_S = 10.0
+_WAIT_S = 5.0
+
+Reply = tuple[dict[str, Any], Sequence[Tensor]]
+
+
+class TrainerPeer:
+    """The trainer's node and the run's sessions.
+
+    Args:
+        node: The peer.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.session: Session | None = None
+        self.count = -1
+        """The current session's number."""
+        self._ended = False
+        self._record = TrainerRecord(time.time())
+        self._changed = asyncio.Event()
+        self._switchboard = Switchboard(node, ["join", "ready", "leave", "ping", "state", "next"])
+        self._plug()
+        node.run(node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S))
+        node.spawn(self._announce(), "announcing the trainer")
+
+    async def _announce(self) -> None:
+        while True:
+            await asyncio.sleep(_ANNOUNCE_EVERY_S)
+            await self.node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S)
+
+    def _plug(self) -> None:
+        handlers: dict[str, Callable[..., Any]] = {"join": self._wait, "ping": self._alive, "next": self._next}
+        if self.session is not None:
+            handlers.update(self.session.handlers())
+        self._switchboard.plug(handlers)
+
+    async def _wait(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """``join`` while no session is open."""
+        session = header.get("session", 0)
+        if self._ended:
+            return JoinReply("end").to_dict(), []
+        if isinstance(session, int) and session <= self.count:
+            return JoinReply("skip").to_dict(), []
+        await self._change(_WAIT_S)
+        return JoinReply("wait").to_dict(), []
+
+    async def _alive(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        return {"member": True, "session": self.count}, []
+
+    async def _next(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """A worker whose session is over asks whether another one has begun."""
+        if header.get("after", -1) >= self.count and not self._ended:
+            await self._change(_WAIT_S)
+        return {"session": self.count, "ended": self._ended}, []
+
+    async def _change(self, at_most_s: float) -> None:
+        changed = self._changed
+        try:
+            await asyncio.wait_for(changed.wait(), at_most_s)
+        except asyncio.TimeoutError:
+            pass
+
+    def open(self, make: Callable[[], Session]) -> Session:
+        """Begin a session; from any thread but the loop's."""
+
+        async def begin() -> Session:
+            self.session = make()
+            self._plug()
+            return self.session
+
+        return self.node.run(begin())
+
+    def announce_session(self) -> None:
+        """The script has called Lightning again: waiting workers return from their last call."""
+
+        async def begin() -> None:
+            self.count += 1
+            self._notify()
+
+        self.node.run(begin())
+
+    def shut(self, failed: bool, outcome: Any) -> None:
+        """End the session: its workers return too."""
+        session, self.session = self.session, None
+
+        async def end() -> None:
+            if session is not None:
+                await session.finish(failed, outcome)
+            self._plug()
+
+        self.node.run(end())
+
+    def end(self) -> None:
+        """The script is over: workers exit."""
+        self._ended = True
+
+        async def tell() -> None:
+            self._notify()
+            await self.node.directory.withdraw("trainer")
+            await asyncio.sleep(0.1)
+
+        try:
+            self.node.run(tell(), timeout_s=3.0)
+        except SwarmError:
+            pass
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run on the node's loop; Ctrl-C interrupts."""
+        return self.node.run(coroutine)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

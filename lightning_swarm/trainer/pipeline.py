@@ -1,0 +1,258 @@
+"""Drives microbatches through the stages, and repairs just what breaks.
+
+Each microbatch gets a route and, for every stage at once, a *hop*: a coroutine that sends the stage's task to the route's
+worker and waits for the reply. The data moves between the workers by itself. When a hop's worker fails, the hop chooses
+another one and tells its neighbours, whose tasks are sent again with the new source; a worker that had finished its part
+already keeps it. When a worker is given up, what it had accumulated in this step is repeated the same way, at its stage
+alone: the neighbours' outboxes still hold the activations and gradients.
+
+Whose fault a silence is, the worker itself is asked (``probe``): one that waits for a neighbour is well, one that computes
+far beyond its usual time or does not answer at all is given up.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_swarm.policies.banning import Cause, link
+from lightning_swarm.swarm.errors import (
+    DeadlineExceeded,
+    NodeClosed,
+    PeerBusy,
+    PeerStale,
+    PeerUnreachable,
+    ProtocolError,
+    SourceFailed,
+    SwarmError,
+)
+from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.tree import decode_tree
+from lightning_swarm.trainer.flight import Flight
+from lightning_swarm.trainer.ledger import Ledger
+from lightning_swarm.trainer.roster import Roster
+
+log = logging.getLogger(__name__)
+
+_SOURCE_DEADLINE_S = 3600.0
+_PROBE_DEADLINE_S = 5.0
+_MOST_ATTEMPTS = 40
+
+_CAUSES: dict[type[SwarmError], Cause] = {
+    PeerUnreachable: Cause.RESET,
+    DeadlineExceeded: Cause.TIMEOUT,
+    PeerStale: Cause.WRONG_RESULT,
+    ProtocolError: Cause.PROTOCOL,
+    NodeClosed: Cause.RESET,
+    PeerBusy: Cause.BUSY,
+}
+
+
+class Pipeline:
+    """Sends microbatches through the swarm.
+
+    Args:
+        node: The trainer's peer.
+        roster: Who serves what.
+        in_flight: The largest number of microbatches under way at once; ``None``: as many as keep all workers busy.
+    """
+
+    def __init__(self, node: Node, roster: Roster, in_flight: int | None = None) -> None:
+        self._node = node
+        self._roster = roster
+        self._in_flight = in_flight
+        self._flying: dict[str, Flight] = {}
+        self._landed = asyncio.Condition()
+        self.ledger = Ledger(roster.stages)
+
+    async def run(self, flights: Sequence[Flight]) -> None:
+        """Bring all of these microbatches through all stages.
+
+        Raises:
+            RemoteError: The user's step raised on a worker.
+            SwarmError: A stage stayed without workers, or a microbatch failed everywhere.
+        """
+        started: list[asyncio.Task[None]] = []
+        try:
+            for flight in flights:
+                await self._await_slot(started)
+                await self._start(flight)
+                started.append(asyncio.create_task(self._settle(flight), name=f"microbatch {flight.name}"))
+            await _all_or_first_error(started)
+        finally:
+            for task in started:
+                task.cancel()
+            for flight in flights:
+                if not flight.job.training or not flight.landed:
+                    self._abandon(flight)
+
+    async def _await_slot(self, started: list[asyncio.Task[None]]) -> None:
+        while True:
+            under_way = [task for task in started if not task.done()]
+            limit = self._in_flight or self._roster.in_flight_target()
+            if len(under_way) < limit:
+                break
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+        for task in started:
+            if task.done():
+                task.result()
+
+    async def _start(self, flight: Flight) -> None:
+        flight.route = list(await self._roster.route())
+        self._flying[flight.name] = flight
+        for stage in range(len(flight.route)):
+            self._drive(flight, stage)
+
+    def _drive(self, flight: Flight, stage: int) -> None:
+        flight.hops[stage] = asyncio.create_task(self._hop(flight, stage), name=f"{flight.name} at stage {stage}")
+
+    async def _settle(self, flight: Flight) -> None:
+        """Until all hops have succeeded, those that were driven anew included."""
+        while not flight.landed:
+            await _all_or_first_error([hop for hop in flight.hops if hop is not None])
+
+    def _abandon(self, flight: Flight) -> None:
+        self._flying.pop(flight.name, None)
+        for hop in flight.hops:
+            if hop is not None:
+                hop.cancel()
+
+    async def _hop(self, flight: Flight, stage: int) -> None:
+        """One stage of one microbatch, until a worker has done it."""
+        for attempt in range(_MOST_ATTEMPTS):
+            worker = flight.route[stage]
+            flight.rerouted[stage].clear()
+            try:
+                header, tensors = await self._process(flight, stage, worker)
+            except _Rerouted:
+                continue
+            except SourceFailed as error:
+                await self._blame_source(flight, stage, worker, error)
+                continue
+            except tuple(_CAUSES) as error:
+                if isinstance(error, NodeClosed) and error.peer is None:
+                    raise
+                log.info("Microbatch %s: %s failed at stage %d: %s", flight.name, worker[-6:], stage, error)
+                self._roster.failed(worker, stage, _CAUSES[type(error)], str(error))
+                if not isinstance(error, PeerBusy):
+                    self.lose(worker)
+                if flight.route[stage] == worker:
+                    await self._reroute(flight, stage, excluding=worker)
+                await asyncio.sleep(min(0.05 * attempt, 1.0))
+                continue
+            flight.effects[stage] = decode_tree(header["effects"], tensors)
+            self._roster.completed(worker, stage, float(header["compute_s"]))
+            if flight.job.training:
+                self.ledger.record(flight.name, stage, worker)
+            return
+        raise SwarmError(f"Microbatch {flight.name} failed {_MOST_ATTEMPTS} times at stage {stage}; giving up.")
+
+    async def _process(self, flight: Flight, stage: int, worker: str) -> tuple[dict[str, Any], list[Tensor]]:
+        """Call ``process``; probe the worker when it takes long; stop when a neighbour was replaced."""
+        task, tensors = flight.task(stage, _SOURCE_DEADLINE_S)
+        call = asyncio.ensure_future(
+            self._node.call(worker, "process", task.to_dict(), tensors, deadline_s=_SOURCE_DEADLINE_S)
+        )
+        changed = asyncio.ensure_future(flight.rerouted[stage].wait())
+        try:
+            while True:
+                patience_s = self._roster.deadline_s(worker, stage)
+                await asyncio.wait({call, changed}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if call.done():
+                    return call.result()
+                if changed.done():
+                    raise _Rerouted
+                await self._probe(worker, stage, flight.name, patience_s)
+        finally:
+            changed.cancel()
+            call.cancel()
+
+    async def _probe(self, worker: str, stage: int, microbatch: str, patience_s: float) -> None:
+        """Ask a silent worker what it does.
+
+        Raises:
+            DeadlineExceeded: It is to blame for the silence.
+        """
+        status, _ = await self._node.call(worker, "probe", {"microbatch": microbatch}, deadline_s=_PROBE_DEADLINE_S)
+        if float(status["computing_s"]) > patience_s:
+            raise DeadlineExceeded(
+                f"{worker} has computed for {status['computing_s']:.1f} s, its usual time allows {patience_s:.1f} s", worker
+            )
+
+    async def _blame_source(self, flight: Flight, stage: int, worker: str, error: SourceFailed) -> None:
+        """A worker could not get something from its neighbour."""
+        neighbour = next((s for s in (stage - 1, stage + 1) if 0 <= s < len(flight.route) and flight.route[s] == error.peer), None)
+        if neighbour is None or error.peer is None:
+            return  # Replaced meanwhile: the task is sent again with the new source.
+        log.info("Microbatch %s: %s cannot reach %s: %s", flight.name, worker[-6:], error.peer[-6:], error)
+        try:
+            await self._node.call(error.peer, "probe", {"microbatch": flight.name}, deadline_s=_PROBE_DEADLINE_S)
+            reachable = error.cause in ("PeerUnreachable", "DeadlineExceeded")
+        except SwarmError:
+            reachable = False
+        if reachable:
+            self._roster.ban_link(link(error.peer, worker))
+            await self._reroute(flight, stage, excluding=worker)
+        elif flight.route[neighbour] == error.peer:
+            self._roster.failed(error.peer, neighbour, Cause.RESET, str(error))
+            self.lose(error.peer)
+            if flight.route[neighbour] == error.peer:
+                await self._reroute(flight, neighbour, excluding=error.peer)
+
+    async def _reroute(self, flight: Flight, stage: int, excluding: str) -> None:
+        """Another worker for one hop; its neighbours are told."""
+        chosen = await self._roster.pick(stage, excluding=excluding)
+        if flight.route[stage] != excluding:
+            self._roster.withdraw(chosen, stage)
+            return
+        flight.route[stage] = chosen
+        if flight.done(stage):
+            self._drive(flight, stage)
+        for concerned in (stage - 1, stage, stage + 1):
+            if 0 <= concerned < len(flight.route) and not flight.done(concerned):
+                flight.rerouted[concerned].set()
+
+    def lose(self, worker: str) -> None:
+        """Give a worker up: it is out of the swarm, and what it had accumulated in this step is repeated by others."""
+        self._roster.remove(worker)
+        lost = self.ledger.lose(worker)
+        for microbatch, stage in lost:
+            flight = self._flying.get(microbatch)
+            if flight is not None and flight.route[stage] == worker:
+                flight.hops[stage] = asyncio.create_task(
+                    self._replace(flight, stage, worker), name=f"{flight.name} again at stage {stage}"
+                )
+        if lost:
+            self._roster.counters["lost microbatches"] += len(lost)
+
+    async def _replace(self, flight: Flight, stage: int, worker: str) -> None:
+        await self._reroute(flight, stage, excluding=worker)
+        await self._hop(flight, stage)
+
+    async def repair(self) -> None:
+        """Wait until every microbatch of the step is accumulated again at every stage."""
+        await _all_or_first_error([asyncio.create_task(self._settle(f)) for f in self._flying.values()])
+
+    def microbatches(self) -> list[str]:
+        """Those of the current step."""
+        return [name for name, flight in self._flying.items() if flight.job.training]
+
+    def forget(self) -> None:
+        """The step is committed."""
+        self._flying.clear()
+        self.ledger.clear()
+
+
+class _Rerouted(Exception):
+    """A neighbour was replaced while this stage worked."""
+
+
+async def _all_or_first_error(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    if not tasks:
+        return
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        if not task.cancelled():
+            task.result()

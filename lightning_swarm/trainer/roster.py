@@ -1,0 +1,223 @@
+"""Who serves which stage: joins, leaves, and the policies that choose among the workers.
+
+The roster is the only place where the policies meet the swarm: it hands them the time and what happened, and acts on what
+they decide. Everything here runs on the node's event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_swarm.policies.banning import BanList, Cause
+from lightning_swarm.policies.deadlines import Deadlines
+from lightning_swarm.policies.routing import LinkCosts, StageEmpty, StochasticWiring
+from lightning_swarm.swarm.errors import SwarmError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Worker:
+    """A worker as the trainer knows it."""
+
+    peer: str
+    stage: int
+    device: str
+    local_index: int
+    ready: bool = False
+    """Whether it holds the current step's state and gets tasks."""
+    joined_s: float = field(default_factory=time.monotonic)
+    processed: int = 0
+    compute_s: float = 0.0
+
+
+class StartupTimeout(SwarmError):
+    """A stage had no worker within ``startup_timeout``."""
+
+
+class Roster:
+    """The workers of a run under one plan.
+
+    Args:
+        stages: How many stages the plan has.
+        startup_timeout_s: How long a stage may stay without any worker.
+        check: Called while waiting; raises what makes waiting pointless (a local worker that died at its start).
+    """
+
+    def __init__(self, stages: int, startup_timeout_s: float, check: Callable[[], None]) -> None:
+        self.stages = stages
+        self.counters: Counter[str] = Counter()
+        self.workers: dict[str, Worker] = {}
+        self._startup_timeout_s = startup_timeout_s
+        self._check = check
+        self._links = LinkCosts(microbatch_bytes=0.0)
+        self._wiring = StochasticWiring(stages)
+        self._bans = BanList()
+        self._deadlines = Deadlines()
+        self._changed = asyncio.Event()
+
+    # Membership
+
+    def join(self, peer: str, device: str, local_index: int, stage: int) -> Worker:
+        """A worker was assigned a stage and fetches its state."""
+        self.remove(peer)
+        self.workers[peer] = Worker(peer, stage, device, local_index)
+        self.counters["joins"] += 1
+        return self.workers[peer]
+
+    def admit(self, peer: str) -> None:
+        """A worker holds the current state: it gets tasks from now on."""
+        worker = self.workers[peer]
+        if not worker.ready:
+            worker.ready = True
+            self._bans.announced(peer, time.monotonic(), restarted=True)
+            self._wiring.add(worker.stage, peer)
+            self._notify()
+
+    def remove(self, peer: str) -> None:
+        """A worker has left or was given up."""
+        worker = self.workers.pop(peer, None)
+        if worker is not None:
+            self._wiring.remove(peer)
+            self._deadlines.forget(peer)
+            self.counters["leaves"] += 1
+            log.info("Worker %s of stage %d (%s) is out", peer[-6:], worker.stage, worker.device)
+            self._notify()
+
+    def at_stage(self, stage: int, *, ready: bool = True) -> list[Worker]:
+        """The workers of a stage, by peer id; with ``ready=False`` also those that fetch their state still."""
+        found = (w for w in self.workers.values() if w.stage == stage and (w.ready or not ready))
+        return sorted(found, key=lambda w: w.peer)
+
+    def neediest_stage(self) -> int:
+        """Where the next worker should go: the stage with the fewest workers, the first of them."""
+        counts = [len(self.at_stage(stage, ready=False)) for stage in range(self.stages)]
+        return counts.index(min(counts))
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for_all_stages(self) -> None:
+        """Until every stage has a worker that is ready.
+
+        Raises:
+            StartupTimeout: Names the stages that had none for ``startup_timeout``.
+        """
+        started = said = time.monotonic()
+        while True:
+            empty = [s for s in range(self.stages) if not self.at_stage(s)]
+            if not empty:
+                return
+            self._check()
+            now = time.monotonic()
+            names = ", ".join(map(str, empty))
+            seen = "; ".join(f"{w.peer[-6:]} at stage {w.stage}" for w in self.workers.values()) or "none"
+            if now - started > self._startup_timeout_s:
+                raise StartupTimeout(
+                    f"No worker serves stage {names} after {now - started:.0f} s (startup_timeout). Workers seen: {seen}. "
+                    "Start more workers with the join line, or use fewer stages."
+                )
+            if now - said > 10:
+                said = now
+                log.warning("Waiting for a worker of stage %s. Workers seen: %s.", names, seen)
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), 0.2)
+            except asyncio.TimeoutError:
+                continue
+
+    # Choices
+
+    async def route(self) -> tuple[str, ...]:
+        """One ready worker a stage for a new microbatch; waits while a stage has none."""
+        while True:
+            try:
+                route = self._wiring.route(time.monotonic(), self._banned())
+            except StageEmpty:
+                await self.wait_for_all_stages()
+                continue
+            for peer in route:
+                self._bans.dispatched(time.monotonic(), peer)
+            return route
+
+    async def pick(self, stage: int, excluding: str) -> str:
+        """Another worker of a stage, the excluded one only if there is no other; waits while there is none."""
+        while True:
+            try:
+                chosen = self._wiring.pick(stage, time.monotonic(), banned=self._banned() | {excluding})
+            except StageEmpty:
+                await self.wait_for_all_stages()
+                continue
+            self._bans.dispatched(time.monotonic(), chosen)
+            return chosen
+
+    def _banned(self) -> frozenset[str]:
+        return self._bans.banned(time.monotonic())
+
+    def in_flight_target(self) -> int:
+        """How many microbatches under way keep all workers busy."""
+        try:
+            return self._wiring.in_flight_target()
+        except StageEmpty:
+            return 1
+
+    def deadline_s(self, peer: str, stage: int) -> float:
+        """How long a microbatch may take a worker before it is asked what it does."""
+        return self._deadlines.deadline_s(peer, stage, "process", ahead=self._wiring.outstanding(peer))
+
+    # What happened
+
+    def completed(self, peer: str, stage: int, compute_s: float) -> None:
+        """A worker has done a microbatch in so many seconds of computing."""
+        now = time.monotonic()
+        self._wiring.complete(stage, peer, compute_s, now=now)
+        self._deadlines.completed(peer, stage, "process", compute_s)
+        self._bans.succeeded(now, peer)
+        worker = self.workers.get(peer)
+        if worker is not None:
+            worker.processed += 1
+            worker.compute_s += compute_s
+
+    def withdraw(self, peer: str, stage: int) -> None:
+        """A worker was picked but not used."""
+        self._wiring.withdraw(stage, peer)
+
+    def failed(self, peer: str, stage: int, cause: Cause, why: str) -> None:
+        """A call to a worker failed through its own fault."""
+        now = time.monotonic()
+        if cause is Cause.TIMEOUT:
+            self._wiring.timed_out(stage, peer, self.deadline_s(peer, stage), now=now)
+            self._deadlines.timed_out(peer, stage, "process")
+        else:
+            self._wiring.failed(stage, peer)
+        ban = self._bans.report(now, peer, cause)
+        self.counters[f"failed: {cause.value}"] += 1
+        if ban is not None:
+            self.counters["bans"] += 1
+            log.warning("Worker %s of stage %d is banned for %.0f s: %s (%s)", peer[-6:], stage, ban.until_s - now, cause.value, why)
+
+    def ban_link(self, name: str) -> None:
+        """Two workers cannot reach each other, though the trainer reaches both."""
+        self._bans.report(time.monotonic(), name, Cause.LINK)
+        source, _, target = name.partition(">")
+        self._links.cut(source, target)
+        self._wiring.edge_cost = self._links
+
+    def report(self) -> list[dict[str, Any]]:
+        """One row a worker."""
+        return [
+            {
+                "stage": worker.stage,
+                "peer": worker.peer,
+                "device": worker.device,
+                "ready": worker.ready,
+                "microbatches": worker.processed,
+                "compute_s": worker.compute_s,
+            }
+            for worker in sorted(self.workers.values(), key=lambda w: (w.stage, w.peer))
+        ]

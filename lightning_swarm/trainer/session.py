@@ -1,0 +1,331 @@
+"""One ``trainer.fit``, ``validate``, ``test`` or ``predict`` on the trainer, as the swarm sees it.
+
+A session begins without a plan: workers that join are asked to wait. The first batch makes the plan (the dry run needs
+one), the workers get their stages and fetch their state from the trainer, and microbatches flow. A step function that
+comes later (``validation_step`` after ``training_step``) is fitted to the same split points; where it uses parameters at
+a stage that does not hold them, or cannot be cut there while no step has been made yet, there is a new plan and the
+workers join again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_swarm.slicing.plan import Plan, StepSignature
+from lightning_swarm.slicing.seeds import replay_seed
+from lightning_swarm.swarm.calls import (
+    Assignment,
+    Context,
+    FinishRequest,
+    JoinReply,
+    JoinRequest,
+    ReadyRequest,
+    StateRequest,
+)
+from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
+from lightning_swarm.swarm.node import Node
+from lightning_swarm.trainer.commit import Clipping, StepEnd
+from lightning_swarm.trainer.flight import Flight, Job
+from lightning_swarm.trainer.microbatches import Microbatch
+from lightning_swarm.trainer.origin import Origin
+from lightning_swarm.trainer.pipeline import Pipeline
+from lightning_swarm.trainer.roster import Roster
+from lightning_swarm.worker.state import StageState
+
+log = logging.getLogger(__name__)
+
+_JOIN_WAIT_S = 5.0
+_STATE_DEADLINE_S = 600.0
+_FINISH_DEADLINE_S = 5.0
+
+Reply = tuple[dict[str, Any], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of :class:`~lightning_swarm.SwarmStrategy`'s arguments a session needs."""
+
+    in_flight: int | None
+    startup_timeout_s: float
+    codec: str
+    reduce_codec: str
+    reproducible: bool
+    run_seed: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a worker must have in common with the trainer."""
+
+    session: int
+    function: str
+    versions: dict[str, str]
+    parameters: dict[str, str]
+
+    def differences(self, request: JoinRequest) -> list[str]:
+        """What differs at a worker, in words."""
+        found = []
+        if request.function != self.function:
+            found.append(f"it runs trainer.{request.function}, the trainer runs trainer.{self.function}")
+        for name, version in self.versions.items():
+            theirs = request.versions.get(name)
+            if theirs != version:
+                found.append(f"it has {name} {theirs}, the trainer has {version}")
+        mine, its = self.parameters, request.parameters
+        for name in [*mine, *(n for n in its if n not in mine)]:
+            if mine.get(name) != its.get(name):
+                found.append(
+                    f"its parameter {name!r} is {its.get(name, 'missing')}, the trainer's is {mine.get(name, 'missing')}"
+                )
+        return found[:5]
+
+
+class Session:
+    """The trainer's side of a session.
+
+    Args:
+        node: The trainer's peer.
+        identity: What workers must agree on.
+        origin: The whole model.
+        settings: The strategy's.
+        check: Raises what makes waiting for workers pointless.
+        joined: Called with the local index and the stage of each worker that joins.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        identity: Identity,
+        origin: Origin,
+        settings: Settings,
+        check: Callable[[], None],
+        joined: Callable[[int, int], None],
+    ) -> None:
+        self._node = node
+        self._identity = identity
+        self.origin = origin
+        self._settings = settings
+        self._check = check
+        self._joined = joined
+        self.step = origin.version
+        self.plan: Plan | None = None
+        self._plan_version = 0
+        self._planned: frozenset[str] = frozenset()
+        self.roster: Roster | None = None
+        self.pipeline: Pipeline | None = None
+        self._step_end: StepEnd | None = None
+        self._count = 0
+        self._evaluated = 0
+        self._planned_event = asyncio.Event()
+        self._boundary = asyncio.Lock()
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        """The calls that the trainer answers."""
+        return {"join": self.join, "ready": self.ready, "leave": self.leave, "ping": self.ping, "state": self.state}
+
+    # Calls of workers
+
+    async def join(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """A worker asks for work."""
+        request = JoinRequest.from_dict(header)
+        identity = self._identity
+        if request.session < identity.session:
+            return JoinReply("skip").to_dict(), []
+        if request.session > identity.session:
+            await asyncio.sleep(_JOIN_WAIT_S / 10)
+            return JoinReply("wait").to_dict(), []
+        if differences := identity.differences(request):
+            raise CallerError(
+                f"The trainer refuses worker {caller}: {'; '.join(differences)}. "
+                "Every peer has to run the same script with the same packages."
+            )
+        try:
+            await asyncio.wait_for(self._planned_event.wait(), _JOIN_WAIT_S)
+        except asyncio.TimeoutError:
+            return JoinReply("wait").to_dict(), []
+        async with self._boundary:
+            assert self.plan is not None and self.roster is not None
+            stage = self.roster.neediest_stage()
+            donors = [worker.peer for worker in self.roster.at_stage(stage)]
+            if self.origin.version == self.step:
+                donors.append(self._node.peer_id)
+            if not donors:
+                return JoinReply("wait").to_dict(), []
+            self.roster.join(caller, request.device, request.local_index, stage)
+            self._joined(request.local_index, stage)
+            assignment = Assignment(
+                session=identity.session,
+                plan=self.plan.to_dict(),
+                plan_version=self._plan_version,
+                stage=stage,
+                step=self.step,
+                donors=tuple(donors),
+                codec=self._settings.codec,
+                reduce_codec=self._settings.reduce_codec,
+                reproducible=self._settings.reproducible,
+            )
+        log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
+        return JoinReply("serve", assignment.to_dict()).to_dict(), []
+
+    async def ready(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """A worker holds its stage's state."""
+        request = ReadyRequest.from_dict(header)
+        async with self._boundary:
+            worker = self.roster.workers.get(caller) if self.roster is not None else None
+            if worker is None or (request.plan_version, request.stage) != (self._plan_version, worker.stage):
+                raise PeerStale("the trainer expects something else of this worker: join again")
+            if request.version != self.step:
+                raise PeerStale(f"the swarm is at step {self.step}, this worker at {request.version}")
+            assert self.roster is not None
+            self.roster.admit(caller)
+        return {}, []
+
+    async def leave(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """A worker goes: what it holds is repeated by others."""
+        if self.pipeline is not None:
+            self.pipeline.lose(caller)
+        return {}, []
+
+    async def ping(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """Whether the trainer lives and counts on this worker."""
+        member = self.roster is not None and caller in self.roster.workers
+        return {"member": member, "session": self._identity.session}, []
+
+    async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """A slice of the whole model, while that is of the current step."""
+        request = StateRequest.from_dict(header)
+        if self.plan is None or request.plan_version != self._plan_version or self.origin.version != self.step:
+            raise PeerStale("the trainer's copy of the model is not of this step")
+        state = self.origin.stage_state(self.plan, request.stage)
+        return await asyncio.to_thread(state.to_wire)
+
+    # The strategy's wishes; coroutines of the node's loop
+
+    async def adopt(self, plan: Plan) -> None:
+        """Work under this plan from now on."""
+        replaced, self.plan = self.plan, plan
+        self._plan_version += 1
+        self._planned = frozenset(plan.signatures)
+        old = self.roster
+        self.roster = Roster(len(plan.stages), self._settings.startup_timeout_s, self._check)
+        self.pipeline = Pipeline(self._node, self.roster, self._settings.in_flight)
+        self._step_end = StepEnd(self._node, self.roster, self.pipeline, plan, self._identity.session)
+        self._planned_event.set()
+        if replaced is not None and old is not None:
+            await self._tell(list(old.workers), FinishRequest(self._identity.session, True, False, None))
+
+    def signature(self, kind: str) -> StepSignature | None:
+        """What is known of a step function."""
+        return self.plan.signatures.get(kind) if self.plan is not None else None
+
+    async def learn(self, plan: Plan) -> None:
+        """The same plan, which knows another step function now; new ownership makes the workers join again."""
+        assert self.plan is not None
+        if [s.parameters for s in plan.stages] != [s.parameters for s in self.plan.stages]:
+            await self.gather()
+            await self.adopt(plan)
+        else:
+            self.plan = plan
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no step has been made under the plan, so that another one costs nothing but a new join."""
+        return self.origin.version == self.step and self._count == 0
+
+    async def run(
+        self, kind: str, microbatches: Sequence[Microbatch], step_args: tuple[int, ...], context: Context, scale: float
+    ) -> list[list[dict[str, Any]]]:
+        """Run one batch's microbatches through all stages.
+
+        Returns:
+            By microbatch and stage, the effects of the step (``worker/recorder.py``).
+        """
+        assert self.plan is not None and self.roster is not None and self.pipeline is not None
+        await self.roster.wait_for_all_stages()
+        job = Job(
+            session=self._identity.session,
+            plan_version=self._plan_version,
+            step=self.step,
+            kind=kind,
+            signature=self.plan.signatures[kind],
+            signature_is_planned=kind in self._planned,
+            step_args=step_args,
+            context=context,
+        )
+        flights = []
+        for microbatch in microbatches:
+            if job.training:
+                order, name = self._count, f"{self.step}:{self._count}"
+                self._count += 1
+            else:
+                order, name = self._evaluated, f"{self.step}:e{self._evaluated}"
+                self._evaluated += 1
+            flights.append(
+                Flight(
+                    job=job,
+                    name=name,
+                    order=order,
+                    microbatch=microbatch,
+                    seed=replay_seed(self._settings.run_seed, self.step, order),
+                    scale=scale * microbatch.share if job.training else 0.0,
+                )
+            )
+        await self.pipeline.run(flights)
+        return [flight.effects for flight in flights]
+
+    async def finish_step(self, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
+        """Reduce and commit: the swarm is at the next step then."""
+        assert self._step_end is not None
+        await self._step_end.finish(self.step, hyperparameters, clipping, self._boundary, self._committed)
+
+    def _committed(self) -> None:
+        self.step += 1
+        self._count = self._evaluated = 0
+
+    async def gather(self) -> None:
+        """Bring the trainer's copy of the model up to the current step."""
+        if self.origin.version == self.step or self.plan is None:
+            return
+        states = await asyncio.gather(*(self._stage_state(stage.index) for stage in self.plan.stages))
+        await asyncio.to_thread(self.origin.update, list(states))
+
+    async def _stage_state(self, stage: int) -> StageState:
+        assert self.roster is not None
+        request = StateRequest(self._identity.session, self._plan_version, stage)
+        problems = []
+        for worker in self.roster.at_stage(stage):
+            try:
+                header, tensors = await self._node.call(
+                    worker.peer, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
+                )
+                state = await asyncio.to_thread(StageState.from_wire, header, tensors)
+                if state.version != self.step:
+                    raise PeerStale(f"state of step {state.version} instead of {self.step}", worker.peer)
+                return state
+            except SwarmError as error:
+                problems.append(f"{worker.peer[-6:]}: {error}")
+        raise SwarmError(f"No worker could give the state of stage {stage}: {'; '.join(problems) or 'there is none'}")
+
+    async def finish(self, failed: bool, outcome: Any) -> None:
+        """The session is over: workers return from their Lightning call."""
+        if self.roster is not None:
+            await self._tell(list(self.roster.workers), FinishRequest(self._identity.session, False, failed, outcome))
+
+    async def _tell(self, workers: list[str], request: FinishRequest) -> None:
+        async def tell(worker: str) -> None:
+            try:
+                await self._node.call(worker, "finish", request.to_dict(), deadline_s=_FINISH_DEADLINE_S)
+            except SwarmError as error:
+                log.info("Worker %s did not hear that the session is over: %s", worker[-6:], error)
+
+        await asyncio.gather(*(tell(worker) for worker in workers))
+
+    def report(self) -> dict[str, Any]:
+        """What the swarm did so far."""
+        workers = self.roster.report() if self.roster is not None else []
+        counters = dict(self.roster.counters) if self.roster is not None else {}
+        return {"step": self.step, "workers": workers, "counters": counters}

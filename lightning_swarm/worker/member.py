@@ -1,0 +1,235 @@
+"""A worker's life: ask the trainer for a stage, fetch its state, serve until told otherwise, ask again.
+
+The compute thread is the thread that calls :meth:`Member.serve` (a worker's main thread, inside ``trainer.fit``); the
+coroutine that lives this life runs on the node's event loop beside it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_swarm.swarm.calls import (
+    Assignment,
+    Context,
+    FinishRequest,
+    JoinReply,
+    JoinRequest,
+    ReadyRequest,
+    StateRequest,
+)
+from lightning_swarm.swarm.errors import CallerError, SwarmError
+from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.switchboard import Switchboard
+from lightning_swarm.worker.executor import Executor, Priority
+from lightning_swarm.worker.service import WorkerService
+from lightning_swarm.worker.stage_server import StageServer
+from lightning_swarm.worker.state import StageState
+
+log = logging.getLogger(__name__)
+
+_ASK_DEADLINE_S = 30.0
+_PING_EVERY_S = 5.0
+_STATE_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What Lightning has set up in this process for the worker to serve with.
+
+    Args:
+        module: The user's LightningModule.
+        device: Where to compute.
+        optimizer: The user's optimizer over all of the module's parameters; ``None`` outside ``fit``.
+        mirror: Applies a task's context to the module and its Lightning trainer.
+        step_context: The precision's context manager for a step, by step name.
+        request: What to ask the trainer with.
+    """
+
+    module: nn.Module
+    device: torch.device
+    optimizer: Optimizer | None
+    mirror: Callable[[Context], None]
+    step_context: Callable[[str], contextlib.AbstractContextManager[Any]]
+    request: JoinRequest
+
+
+class TrainerGone(SwarmError):
+    """The trainer has not been reachable for ``trainer_timeout``."""
+
+
+class Member:
+    """One session of a worker.
+
+    Args:
+        node: This peer.
+        hosted: What Lightning has set up.
+        switchboard: Its calls.
+        trainer: The trainer's peer id.
+        trainer_timeout_s: How long to keep the state of a run whose trainer is gone.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        switchboard: Switchboard,
+        hosted: Hosted,
+        trainer: str,
+        trainer_timeout_s: float,
+    ) -> None:
+        self._node = node
+        self._switchboard = switchboard
+        self._hosted = hosted
+        self._trainer = trainer
+        self._trainer_timeout_s = trainer_timeout_s
+        self._executor = Executor()
+        self.service = WorkerService(node, self._executor)
+        self._names = _names_by_group(hosted.module, hosted.optimizer)
+
+    def serve(self) -> FinishRequest:
+        """Work on the calling thread until the trainer ends the session.
+
+        Returns:
+            How it ended.
+
+        Raises:
+            MisconfigurationException: The trainer refuses this worker; says what differs.
+            TrainerGone: Nobody to work for.
+        """
+        life = self._node.spawn(self._live(), "membership")
+        life.add_done_callback(lambda _: self._executor.stop())
+        try:
+            self._executor.run()
+        finally:
+            life.cancel()
+        try:
+            return life.result()
+        finally:
+            self._switchboard.unplug()
+            self.service.end()
+
+    def drain(self) -> None:
+        """Leave: tell the trainer, then end the session."""
+
+        async def leave() -> None:
+            with contextlib.suppress(SwarmError):
+                await self._node.call(self._trainer, "leave", {}, deadline_s=_PING_EVERY_S)
+            finished = self.service.finished
+            if finished is not None and not finished.done():
+                finished.set_result(FinishRequest(self._hosted.request.session, False, True, None))
+
+        self._node.spawn(leave(), "leaving")
+
+    async def _live(self) -> FinishRequest:
+        self._switchboard.plug(self.service.handlers())
+        trainer = self._trainer
+        while True:
+            reply = await self._ask(trainer)
+            if reply.action == "wait":
+                continue
+            if reply.action in ("skip", "end"):
+                return FinishRequest(self._hosted.request.session, False, reply.action == "end", None)
+            assert reply.assignment is not None
+            self.service.finished = asyncio.get_running_loop().create_future()
+            await self._take(trainer, Assignment.from_dict(reply.assignment))
+            finish = await self._until_finished(trainer)
+            if not finish.reassign:
+                return finish
+
+    async def _ask(self, trainer: str) -> JoinReply:
+        deadline = asyncio.get_running_loop().time() + self._trainer_timeout_s
+        while True:
+            try:
+                header, _ = await self._node.call(
+                    trainer, "join", self._hosted.request.to_dict(), deadline_s=_ASK_DEADLINE_S
+                )
+                return JoinReply.from_dict(header)
+            except CallerError as error:
+                raise MisconfigurationException(str(error)) from error
+            except SwarmError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise TrainerGone(f"The trainer does not answer: {error}", trainer) from error
+                await asyncio.sleep(0.5)
+
+    async def _take(self, trainer: str, assignment: Assignment) -> None:
+        """Become a worker of the assigned stage."""
+        hosted = self._hosted
+        self.service.end()
+        server = await self._executor.do(
+            Priority.COMMIT,
+            lambda: StageServer(
+                hosted.module,
+                assignment,
+                hosted.device,
+                self._executor,
+                self.service.outbox,
+                self.service.fetch_from,
+                hosted.mirror,
+                hosted.step_context,
+            ),
+        )
+        if hosted.optimizer is not None:
+            _narrow(hosted.optimizer, self._names, server.stage.owned_parameters())
+        self.service.begin(server, hosted.optimizer)
+        state = await self._download(assignment)
+        version = await self.service.load(state)
+        ready = ReadyRequest(assignment.session, assignment.plan_version, assignment.stage, version)
+        await self._node.call(trainer, "ready", ready.to_dict(), deadline_s=_ASK_DEADLINE_S)
+
+    async def _download(self, assignment: Assignment) -> StageState:
+        request = StateRequest(assignment.session, assignment.plan_version, assignment.stage)
+        problems = []
+        for donor in assignment.donors:
+            try:
+                header, tensors = await self._node.call(
+                    donor, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
+                )
+                return await asyncio.to_thread(StageState.from_wire, header, tensors)
+            except SwarmError as error:
+                log.warning("No state of stage %d from %s: %s", assignment.stage, donor, error)
+                problems.append(f"{donor}: {error}")
+        raise SwarmError(f"Nobody could give the state of stage {assignment.stage}: {'; '.join(problems)}")
+
+    async def _until_finished(self, trainer: str) -> FinishRequest:
+        """Wait for the end of the session; look after the trainer when it is silent."""
+        finished = self.service.finished
+        assert finished is not None
+        loop = asyncio.get_running_loop()
+        heard = loop.time()
+        while True:
+            done, _ = await asyncio.wait([finished], timeout=_PING_EVERY_S)
+            if done:
+                return finished.result()
+            heard = max(heard, self.service.last_call_s)
+            if loop.time() - heard < _PING_EVERY_S:
+                continue
+            try:
+                answer, _ = await self._node.call(trainer, "ping", {}, deadline_s=_PING_EVERY_S)
+                heard = loop.time()
+                if not answer["member"]:
+                    log.warning("The trainer has given this worker up; it joins again.")
+                    return FinishRequest(self._hosted.request.session, True, False, None)
+            except SwarmError as error:
+                if loop.time() - heard > self._trainer_timeout_s:
+                    raise TrainerGone(f"The trainer has been silent for {loop.time() - heard:.0f} s", trainer) from error
+
+
+def _names_by_group(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
+    """The parameters' names in each group of the optimizer, before any of them becomes a ghost."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def _narrow(optimizer: Optimizer, names: list[list[str]], owned: dict[str, nn.Parameter]) -> None:
+    """Leave only this stage's parameters in the optimizer's groups, and no state."""
+    optimizer.state.clear()
+    for group, group_names in zip(optimizer.param_groups, names):
+        group["params"] = [owned[name] for name in group_names if name in owned]

@@ -1,0 +1,87 @@
+"""A worker's place in the swarm: from the first Lightning call of its script to the end of the trainer's."""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from lightning_swarm.swarm.calls import FinishRequest, TrainerRecord
+from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.switchboard import Switchboard
+from lightning_swarm.worker.member import Hosted, Member, TrainerGone
+
+log = logging.getLogger(__name__)
+
+_CALLS = ["process", "fetch", "probe", "reduce", "commit", "state", "finish"]
+_NEXT_DEADLINE_S = 30.0
+
+
+class WorkerPeer:
+    """A worker's node and its sessions.
+
+    Args:
+        node: The peer.
+        trainer_timeout_s: How long to wait for a trainer that does not answer.
+    """
+
+    def __init__(self, node: Node, trainer_timeout_s: float) -> None:
+        self.node = node
+        self.count = -1
+        """The current session's number."""
+        self._trainer_timeout_s = trainer_timeout_s
+        self._switchboard = Switchboard(node, _CALLS)
+        self._trainer: str | None = None
+        self._member: Member | None = None
+
+    def serve(self, hosted: Hosted) -> FinishRequest:
+        """Serve one session on the calling thread.
+
+        Raises:
+            TrainerGone: There is no trainer.
+            MisconfigurationException: The trainer refuses this worker.
+        """
+        self._trainer = self.node.run(self._find_trainer())
+        hosted = replace(hosted, request=replace(hosted.request, session=self.count))
+        self._member = Member(self.node, self._switchboard, hosted, self._trainer, self._trainer_timeout_s)
+        try:
+            return self._member.serve()
+        finally:
+            self._member = None
+
+    def drain(self) -> None:
+        """Leave the swarm at once: the trainer gives what is under way to others. Safe in a signal handler."""
+        if self._member is not None:
+            self._member.drain()
+
+    def await_next(self) -> bool:
+        """Wait until the trainer's script calls Lightning again.
+
+        Returns:
+            Whether it did; otherwise its script has ended.
+        """
+        return self._trainer is not None and self.node.run(self._next(self._trainer))
+
+    async def _next(self, trainer: str) -> bool:
+        while True:
+            try:
+                answer, _ = await self.node.call(trainer, "next", {"after": self.count}, deadline_s=_NEXT_DEADLINE_S)
+            except SwarmError as error:
+                log.info("The trainer is gone: %s", error)
+                return False
+            if answer["ended"]:
+                return False
+            if answer["session"] > self.count:
+                return True
+
+    async def _find_trainer(self) -> str:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._trainer_timeout_s
+        while loop.time() < deadline:
+            records = await self.node.directory.read("trainer", TrainerRecord)
+            if records:
+                return max(records, key=lambda peer: records[peer].started_s)
+            await asyncio.sleep(0.3)
+        raise TrainerGone(
+            f"No trainer of run {self.node.run_id!r} was found within {self._trainer_timeout_s:.0f} s (trainer_timeout). Start "
+            "the script on the trainer's machine first, and give its address as initial_peers."
+        )

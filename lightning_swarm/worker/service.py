@@ -1,0 +1,253 @@
+"""The calls that a worker answers.
+
+A step ends in two phases. ``reduce``: the worker compares the microbatches it has accumulated with those that the
+trainer's ledger gives it, sums gradients with its group and keeps the sum; nothing is applied. ``commit``: the optimizer
+makes its step with the kept sum, and the worker is at the next step. A worker that is still loading its state takes part
+in both, but queues the commits until the state is there.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_swarm.swarm.calls import (
+    CommitRequest,
+    FinishRequest,
+    Group,
+    ReduceReply,
+    ReduceRequest,
+    StateRequest,
+    Task,
+)
+from lightning_swarm.swarm.errors import PeerStale
+from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.outbox import Outbox, fetch
+from lightning_swarm.swarm.tree import decode_tree
+from lightning_swarm.worker.executor import Executor, Priority
+from lightning_swarm.worker.reduction import all_reduce
+from lightning_swarm.worker.stage_server import StageServer
+from lightning_swarm.worker.state import StageState
+
+Reply = tuple[dict[str, Any], list[Tensor]]
+
+
+@dataclass
+class _Reduced:
+    """The summed gradients of a step, kept until its commit."""
+
+    step: int
+    attempt: int
+    groups: tuple[Group, ...]
+    vectors: dict[str, Tensor | None] = field(default_factory=dict)
+    """By group; ``None`` where the worker is alone and the sum stands in the accumulator."""
+
+
+class WorkerService:
+    """Answers ``process``, ``fetch``, ``reduce``, ``commit``, ``state`` and ``finish``.
+
+    Args:
+        node: This peer.
+        executor: Its compute thread.
+    """
+
+    def __init__(self, node: Node, executor: Executor) -> None:
+        self.node = node
+        self.executor = executor
+        self.outbox = Outbox()
+        self.server: StageServer | None = None
+        self.optimizer: Optimizer | None = None
+        self.finished: asyncio.Future[FinishRequest] | None = None
+        self.last_call_s = 0.0
+        self._reduced: _Reduced | None = None
+        self._queued: dict[int, tuple[_Reduced, CommitRequest]] = {}
+        self._commit_lock = asyncio.Lock()
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        """By call."""
+        return {
+            "process": self.process,
+            "fetch": self.outbox.answer_fetch,
+            "probe": self.probe,
+            "reduce": self.reduce,
+            "commit": self.commit,
+            "state": self.state,
+            "finish": self.finish,
+        }
+
+    def begin(self, server: StageServer, optimizer: Optimizer | None) -> None:
+        """Serve this stage from now on; its state is loaded later by :meth:`load`."""
+        self.server, self.optimizer = server, optimizer
+        self._reduced, self._queued = None, {}
+
+    def end(self) -> None:
+        """Serve no stage any more."""
+        if self.server is not None:
+            self.server.close()
+        self.server = None
+        self.outbox.drop(lambda key: True)
+
+    def _serving(self, session: int) -> StageServer:
+        self.last_call_s = asyncio.get_running_loop().time()
+        if self.server is None or self.server.assignment.session != session:
+            raise PeerStale(f"this worker serves no stage in session {session}")
+        return self.server
+
+    async def process(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """See :meth:`StageServer.process`."""
+        task = Task.from_dict(header)
+        server = self._serving(task.session)
+        if (task.stage, task.plan_version) != (server.index, server.assignment.plan_version):
+            raise PeerStale(f"this worker serves stage {server.index}, the task is for stage {task.stage}")
+        return await server.process(task, tensors)
+
+    async def reduce(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """First phase: agree on what is summed, and sum it."""
+        request = ReduceRequest.from_dict(header)
+        server = self._serving(request.session)
+        if server.version not in (None, request.step):
+            raise PeerStale(f"this worker is at step {server.version}, not {request.step}")
+        held = frozenset(name for name in server.accumulator.accumulated if name.startswith(f"{request.step}:"))
+        if held != frozenset(request.expected):
+            raise PeerStale(
+                f"the ledger gives this worker {len(request.expected)} microbatches of step {request.step}, it has "
+                f"accumulated {len(held)}; different: {sorted(held ^ frozenset(request.expected))[:4]}"
+            )
+        reduced = _Reduced(request.step, request.attempt, request.groups)
+        results = await asyncio.gather(*(self._reduce_group(server, request, group) for group in request.groups))
+        norms, absent = {}, []
+        for group, (vector, squared_norm, missing) in zip(request.groups, results):
+            reduced.vectors[group.name] = vector
+            norms[group.name] = squared_norm
+            absent += missing
+        self._reduced = reduced
+        finite = all(math.isfinite(norm) for norm in norms.values())
+        return ReduceReply(norms, finite, tuple(absent)).to_dict(), []
+
+    async def _reduce_group(
+        self, server: StageServer, request: ReduceRequest, group: Group
+    ) -> tuple[Tensor | None, float, list[str]]:
+        accumulator = server.accumulator
+        if len(group.members) == 1:
+            norm = await self.executor.do(Priority.COMMIT, lambda: accumulator.squared_norm(group.parameters))
+            return None, norm, accumulator.absent(group.parameters)
+        vector, present = await self.executor.do(Priority.COMMIT, lambda: accumulator.flat(group.parameters))
+        summed = await all_reduce(
+            vector,
+            group,
+            step=request.step,
+            attempt=request.attempt,
+            me=self.node.peer_id,
+            fetch=self._fetch_as_is,
+            outbox=self.outbox,
+            codec=server.assignment.reduce_codec,
+            deadline_s=request.deadline_s,
+        )
+        norm = await asyncio.to_thread(lambda: float(summed.double().square().sum()))
+        return summed, norm, [name for name, there in zip(group.parameters, present) if not there]
+
+    async def commit(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """Second phase: apply the sum."""
+        request = CommitRequest.from_dict(header)
+        server = self._serving(request.session)
+        async with self._commit_lock:
+            if server.version is not None and server.version > request.step:
+                return {}, []
+            reduced = self._reduced
+            if reduced is None or (reduced.step, reduced.attempt) != (request.step, request.attempt):
+                raise PeerStale(f"this worker holds no reduced gradients of step {request.step}.{request.attempt}")
+            self._reduced = None
+            if server.version is None:
+                self._queued[request.step] = (reduced, request)
+            else:
+                await self._apply(server, reduced, request)
+            finished = f"reduce/{request.step}/"
+            self.outbox.drop(lambda key: str(key).startswith(finished))
+        return {}, []
+
+    async def _apply(self, server: StageServer, reduced: _Reduced, request: CommitRequest) -> None:
+        hyperparameters = [decode_tree(group, []) for group in request.hyperparameters]
+        await self.executor.do(Priority.COMMIT, lambda: self._step(server, reduced, request, hyperparameters))
+        server.forget(request.step)
+
+    def _step(
+        self, server: StageServer, reduced: _Reduced, request: CommitRequest, hyperparameters: list[dict[str, Any]]
+    ) -> None:
+        """On the compute thread."""
+        accumulator = server.accumulator
+        absent = frozenset(request.absent)
+        for group in reduced.groups:
+            accumulator.install(group.parameters, reduced.vectors[group.name], [n not in absent for n in group.parameters])
+        gradients = [p.grad for p in server.stage.owned_parameters().values() if p.grad is not None]
+        if request.scale != 1.0:
+            torch._foreach_mul_(gradients, request.scale)
+        if request.clip_value is not None:
+            torch._foreach_clamp_min_(gradients, -request.clip_value)
+            torch._foreach_clamp_max_(gradients, request.clip_value)
+        if self.optimizer is not None:
+            for group, values in zip(self.optimizer.param_groups, hyperparameters):
+                group.update(values)
+            self.optimizer.step()
+        accumulator.reset()
+        server.version = request.step + 1
+
+    async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """The state of this worker's stage, as of its step."""
+        request = StateRequest.from_dict(header)
+        server = self._serving(request.session)
+        if server.version is None or (request.stage, request.plan_version) != (
+            server.index,
+            server.assignment.plan_version,
+        ):
+            raise PeerStale(f"this worker holds no state of stage {request.stage}")
+        captured = await self.executor.do(
+            Priority.COMMIT,
+            lambda: StageState.capture(
+                server.version or 0, server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer
+            ),
+        )
+        return await asyncio.to_thread(captured.to_wire)
+
+    async def load(self, state: StageState) -> int:
+        """Take over a stage's state, then apply the steps that were committed meanwhile.
+
+        Returns:
+            The step that this worker is at now.
+        """
+        server = self.server
+        assert server is not None
+        async with self._commit_lock:
+            await self.executor.do(
+                Priority.COMMIT,
+                lambda: state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer),
+            )
+            server.version = state.version
+            for step in sorted(self._queued):
+                if step >= state.version:
+                    await self._apply(server, *self._queued[step])
+            self._queued.clear()
+        return server.version
+
+    async def finish(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """The session is over, or another stage awaits this worker."""
+        request = FinishRequest.from_dict(header)
+        if self.finished is not None and not self.finished.done():
+            self.finished.set_result(request)
+        return {}, []
+
+    async def probe(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """What this worker is doing: whether a silence is its own fault."""
+        return {"computing_s": self.executor.computing_s(), "queued": self.executor.queued}, []
+
+    async def fetch_from(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
+        """Tensors from another peer's outbox."""
+        codec = self.server.assignment.codec if self.server is not None else "none"
+        return list((await fetch(self.node, peer, key, deadline_s=deadline_s, codec=codec)).tensors)
+
+    async def _fetch_as_is(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
+        return list((await fetch(self.node, peer, key, deadline_s=deadline_s)).tensors)

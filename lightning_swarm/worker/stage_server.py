@@ -1,0 +1,242 @@
+"""What a worker holds while it serves one stage, and what it does with a task.
+
+A microbatch goes through a stage in five moves: fetch the input activation, run the user's step from this stage's split
+point to the next one, put the activation into the outbox, fetch its gradient, run the backward pass and put the input's
+gradient into the outbox. The last stage has no gradient to fetch and goes backward at once.
+
+What makes a repeated task harmless: every microbatch has one :class:`_Progress`, and the closures that compute look into
+it first, on the compute thread, which runs one at a time. A task for a microbatch that is under way takes the place of
+the earlier one (its sources may be gone) and goes on where that one was.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.slicing.plan import Plan, StepSignature
+from lightning_swarm.slicing.stage import GhostLeaf, Stage, StageOutput
+from lightning_swarm.swarm.calls import Assignment, Context, Task
+from lightning_swarm.swarm.errors import PeerStale, ProtocolError, RemoteError
+from lightning_swarm.swarm.outbox import Outbox
+from lightning_swarm.swarm.tree import decode_tree, encode_tree
+from lightning_swarm.worker.accumulator import Accumulator
+from lightning_swarm.worker.executor import Executor, Priority
+from lightning_swarm.worker.recorder import Recorder
+
+Fetch = Callable[[str, str, float], Awaitable[list[Tensor]]]
+"""``(peer, key, deadline_s) -> tensors``."""
+
+
+@dataclass
+class _Progress:
+    """How far one microbatch has come."""
+
+    output: StageOutput | None = None
+    effects: dict[str, Any] = field(default_factory=dict)
+    accumulated: bool = False
+    compute_s: float = 0.0
+    reply: tuple[dict[str, Any], list[Tensor]] | None = None
+    runner: asyncio.Task | None = None
+
+
+class StageServer:
+    """A stage of the user's module, its gradients and its place in the run.
+
+    Args:
+        module: The LightningModule of this process.
+        assignment: What the trainer wants served.
+        device: Where to compute.
+        executor: The compute thread.
+        outbox: Where results wait for their consumers.
+        fetch: Gets tensors from another peer's outbox.
+        mirror: Applies a task's :class:`~lightning_swarm.swarm.calls.Context` to module and Lightning trainer.
+        step_context: The precision's context manager for a step, by step name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        assignment: Assignment,
+        device: torch.device,
+        executor: Executor,
+        outbox: Outbox,
+        fetch: Fetch,
+        mirror: Callable[[Context], None],
+        step_context: Callable[[str], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self.assignment = assignment
+        self.plan = Plan.from_dict(assignment.plan)
+        self.index = assignment.stage
+        self.last = self.index == len(self.plan.stages) - 1
+        self.version: int | None = None
+        self.stage = Stage(module, self.plan, self.index, device)
+        self.accumulator = Accumulator(self.stage.owned_parameters(), reproducible=assignment.reproducible)
+        self.outbox = outbox
+        self._executor = executor
+        self._fetch = fetch
+        self._mirror = mirror
+        self._step_context = step_context
+        self._device = device
+        self._recorder = Recorder(module, lambda: self.stage.active)
+        self._progress: dict[str, _Progress] = {}
+        self._signatures: dict[str, StepSignature] = dict(self.plan.signatures)
+
+    def close(self) -> None:
+        """Leave the stage; its parameters stay as they are."""
+        for progress in self._progress.values():
+            if progress.runner is not None:
+                progress.runner.cancel()
+        self._recorder.close()
+        self.stage.close()
+
+    async def process(self, task: Task, tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+        """Bring one microbatch through this stage; see the module's docstring.
+
+        Returns:
+            The reply's header (``effects`` of the step, as far as the stage speaks) and its tensors.
+        """
+        if self.version != task.step:
+            raise PeerStale(f"this worker is at step {self.version}, the task at step {task.step}")
+        progress = self._progress.setdefault(task.microbatch, _Progress())
+        if progress.runner is not None:
+            progress.runner.cancel()
+        progress.runner = asyncio.current_task()
+        try:
+            if progress.reply is None:
+                progress.reply = await self._advance(progress, task, tensors)
+            return progress.reply
+        finally:
+            if progress.runner is asyncio.current_task():
+                progress.runner = None
+            if not task.training and progress.reply is not None:
+                progress.output = None
+
+    async def _advance(
+        self, progress: _Progress, task: Task, tensors: list[Tensor]
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        if progress.output is None:
+            inputs = []
+            if task.input_peer is not None:
+                inputs = await self._fetch(task.input_peer, f"{task.microbatch}/a{self.index}", task.deadline_s)
+            await self._executor.do(
+                Priority.FORWARD, lambda: self._forward(progress, task, tensors, inputs), order=task.order
+            )
+        if task.training and not progress.accumulated:
+            gradients: list[Tensor | None] | None = None
+            if task.gradient_peer is not None:
+                gradients = await self._fetch_gradients(task)
+            await self._executor.do(
+                Priority.BACKWARD, lambda: self._backward(progress, task, gradients), order=task.order
+            )
+        header, reply_tensors = encode_tree(progress.effects)
+        return {"effects": header, "compute_s": progress.compute_s}, reply_tensors
+
+    async def _fetch_gradients(self, task: Task) -> list[Tensor | None] | None:
+        assert task.gradient_peer is not None
+        key = f"{task.microbatch}/g{self.index + 1}"
+        received = iter(await self._fetch(task.gradient_peer, key, task.deadline_s))
+        flags = next(received)
+        return [next(received) if flag else None for flag in flags.tolist()]
+
+    def _forward(self, progress: _Progress, task: Task, tensors: list[Tensor], inputs: list[Tensor]) -> None:
+        """On the compute thread. The last stage goes on to its backward pass at once."""
+        if progress.output is not None:
+            return
+        signature = self._signature(task)
+        context = Context.from_dict(task.context)
+        self._mirror(context)
+        batch = decode_tree(task.batch, tensors, restore=lambda spec: GhostLeaf(tuple(spec[0]), getattr(torch, spec[1])))
+        self._recorder.begin(context.attributes)
+        try:
+            with self._step_context(task.kind), torch.set_grad_enabled(task.training):
+                output = self.stage.run(
+                    task.kind,
+                    _to_device(batch, self._device),
+                    task.step_args,
+                    signature,
+                    [t.to(self._device, non_blocking=True) for t in inputs],
+                    task.seed,
+                )
+        finally:
+            effects = self._recorder.end()
+        if signature.speaking[self.index]:
+            progress.effects = asdict(effects)
+        if self.last:
+            progress.effects["result"] = _to_host(output.result)
+        else:
+            self.outbox.put(f"{task.microbatch}/a{self.index + 1}", [t.detach().cpu() for t in output.tensors])
+        progress.output = output
+        if self.last and task.training:
+            self._backward(progress, task, None)
+
+    def _backward(self, progress: _Progress, task: Task, gradients: list[Tensor | None] | None) -> None:
+        """On the compute thread."""
+        output = progress.output
+        if progress.accumulated or output is None:
+            return
+        if self.last:
+            loss = loss_of(output.result)
+            input_gradients = [None] * len(output.inputs) if loss is None else output.backward(task.scale)
+        else:
+            assert gradients is not None
+            input_gradients = output.backward([None if g is None else g.to(self._device) for g in gradients])
+        self.accumulator.add(task.microbatch)
+        progress.accumulated = True
+        if self.index > 0:
+            flags = torch.tensor([g is not None for g in input_gradients], dtype=torch.bool)
+            self.outbox.put(
+                f"{task.microbatch}/g{self.index}", [flags, *(g.cpu() for g in input_gradients if g is not None)]
+            )
+        output.release()
+
+    def _signature(self, task: Task) -> StepSignature:
+        if task.signature is not None:
+            self._signatures[task.kind] = StepSignature.from_dict(task.signature)
+        if task.kind not in self._signatures:
+            raise ProtocolError(f"the plan says nothing of {task.kind}")
+        return self._signatures[task.kind]
+
+    def forget(self, step: int) -> None:
+        """After a step's commit nothing of it is needed any more."""
+        prefix = f"{step}:"
+        for name in [name for name in self._progress if name.startswith(prefix)]:
+            runner = self._progress.pop(name).runner
+            if runner is not None:
+                runner.cancel()
+        self.outbox.drop(lambda key: str(key).startswith(prefix))
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned; ``None`` where the step skips.
+
+    Raises:
+        RemoteError: It returned something else.
+    """
+    if result is None:
+        return None
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise RemoteError(
+            "MisconfigurationException",
+            "In automatic_optimization, `training_step` must return a Tensor, a dict with key 'loss', or None. "
+            f"It returned {type(result).__name__}.",
+            "",
+        )
+    return loss
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    from lightning.fabric.utilities import move_data_to_device
+
+    return value if device.type == "cpu" else move_data_to_device(value, device)
+
+
+def _to_host(value: Any) -> Any:
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda v: v.detach().cpu() if isinstance(v, Tensor) else v, value)
