@@ -105,7 +105,7 @@ def main() -> None:
     seed_everything(0)
     train, validation = read(held_out=False), read(held_out=True)
     trainer = Trainer(
-        strategy=SwarmStrategy(stages=args.stages, microbatches=8) if args.stages else "auto",
+        strategy=SwarmStrategy(stages=args.stages) if args.stages else "auto",
         accelerator="cpu",
         max_epochs=1,
         limit_train_batches=args.steps,

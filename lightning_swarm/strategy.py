@@ -304,7 +304,7 @@ class SwarmStrategy(Strategy):
         if self.role == "worker":
             if launching.THREADS in os.environ:
                 torch.set_num_threads(int(os.environ[launching.THREADS]))
-            self._peer = WorkerPeer(node, self._trainer_timeout_s)
+            self._peer = WorkerPeer(node, self._initial_peers, self._trainer_timeout_s)
             return
         self._peer = TrainerPeer(node)
         rank_zero_info(

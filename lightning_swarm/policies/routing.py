@@ -30,6 +30,7 @@ from lightning_swarm.policies.utilization import ServiceTime
 
 __all__ = ["EdgeCost", "LinkCosts", "StageEmpty", "StochasticWiring"]
 
+BETA = 1.0
 EdgeCost = Callable[[str, str], float]
 """Seconds that a microbatch spends on the wire between two peers, there and back; ``math.inf`` where no link works."""
 
@@ -91,6 +92,7 @@ class _Peer:
     newcomer: bool = False
     settled_s: float = 0.0
     outstanding: int = 0
+    queued_s: float = 0.0
     version: int = 0
     queued: bool = False
     heard_s: float = -math.inf
@@ -101,7 +103,7 @@ class _Peer:
 
     @property
     def finish_s(self) -> float:
-        return self.settled_s + (self.outstanding + 1) * self.estimate_s
+        return self.settled_s + (self.outstanding + 1) * self.estimate_s + self.queued_s
 
 
 _Item = tuple[float, int, int, _Peer]
@@ -352,14 +354,16 @@ class StochasticWiring:
             raise StageEmpty(stage, [peer for peer in exclude if peer in queue.peers])
         return self._charge(queue, chosen, now)
 
-    def complete(self, stage: int, peer: str, service_s: float, *, now: float) -> None:
+    def complete(self, stage: int, peer: str, service_s: float, *, now: float, queued_s: float | None = None) -> None:
         """A microbatch is done: settle its charge with the seconds that the worker computed (forward and backward)."""
         entry = self._stages[stage].peers.get(peer)
         if entry is not None:
             entry.heard_s = now
+            if queued_s is not None:
+                entry.queued_s = BETA * queued_s
             self._observe(self._stages[stage], entry, max(service_s, 1e-9))
 
-    def timed_out(self, stage: int, peer: str, waited_s: float) -> None:
+    def timed_out(self, stage: int, peer: str, waited_s: float, *, now: float | None = None) -> None:
         """A deadline passed: charge the wait. It counts as an observation unless the peer is known to be even slower."""
         entry = self._stages[stage].peers.get(peer)
         if entry is not None:
@@ -422,6 +426,8 @@ class StochasticWiring:
         working = sum(len(queue.peers) * rate / queue.rate for queue in self._stages)
         target = math.ceil(slack * (working + rate * wire_s))
         for queue in self._stages:
+            if queue.typical_s is None:
+                target = min(target, 2 * len(queue.peers))
             if all(entry.capacity is not None for entry in queue.peers.values()):
                 target = min(target, sum(entry.capacity or 0 for entry in queue.peers.values()))
         return max(target, 1)
@@ -431,14 +437,13 @@ class StochasticWiring:
             entry.outstanding -= 1
             queue.outstanding -= 1
             entry.settled_s += seconds
-        before = entry.finish_s
         first = not entry.service.count
         queue.set_estimate(entry, entry.service.update(seconds))
         if first:
             self._learn_scale(queue)
         if not entry.queued:
             queue.back(entry)
-        elif entry.finish_s != before:
+        else:
             queue.push(entry)
 
     @staticmethod

@@ -384,7 +384,7 @@ class SwarmSimulation:
         now, worker, microbatch = self.loop.now, task.worker, task.microbatch
         task.replied = True
         worker.done += 1
-        self.wiring.complete(task.stage, worker.name, task.computed_s, now=now)
+        self.wiring.complete(task.stage, worker.name, task.computed_s, now=now, queued_s=(len(worker.forwards)+self.settings.backward_ratio*len(worker.backwards))*self.settings.forward_of(worker.stage)/worker.speed)
         self.deadlines.completed(worker.name, task.stage, "process", now - task.sent_s)
         self.bans.succeeded(now, worker.name)
         microbatch.missing -= 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.slicing._compat import tree_flatten
 from lightning_swarm.slicing.ghost import Ghosts, buffer_entries, ghosted
+from lightning_swarm.slicing.points import SplitPoint
 from lightning_swarm.slicing.rehearsal import GhostMode, Part
 from lightning_swarm.slicing.seeds import untouched_generators
 from lightning_swarm.slicing.step import call_step, detached_from_trainer, trains
@@ -26,8 +27,28 @@ from lightning_swarm.slicing.undo import Attributes
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+class StepLeft(BaseException):
+    """Raised by a guide to end a dry run before the step does."""
+
+
+class Guide:
+    """Who wants to take part in a dry run."""
+
+    def prepare(self, batch: Any, tracer: Tracer, ghosts: Ghosts, device: torch.device) -> Any:
+        """Gives the batch to run with."""
+        return batch
+
+    def arrive(self, point: SplitPoint, index: int) -> None:
+        """This call is about to begin, at this position among the events."""
+
+
 def dry_run(
-    module: nn.Module, batch: Any, step: str, step_args: tuple[Any, ...] = (0,), context: Context = nullcontext
+    module: nn.Module,
+    batch: Any,
+    step: str,
+    step_args: tuple[Any, ...] = (0,),
+    context: Context = nullcontext,
+    guide: Guide | None = None,
 ) -> Trace:
     """Runs a step function over ghosts.
 
@@ -37,24 +58,26 @@ def dry_run(
         step: Name of the step function.
         step_args: What follows the batch.
         context: Makes the context that the step runs in, such as autocast.
+        guide: Takes part.
 
     Raises:
         Exception: Whatever the step raises.
 
     """
     try:
-        return _attempt(module, batch, step, step_args, context, fill=1)
+        return _attempt(module, batch, step, step_args, context, guide or Guide(), fill=1)
     except Exception:
         # A number read from a ghost was taken for 1. It may have been an index: only 0 is always one.
-        return _attempt(module, batch, step, step_args, context, fill=0)
+        return _attempt(module, batch, step, step_args, context, guide or Guide(), fill=0)
 
 
 def _attempt(
-    module: nn.Module, batch: Any, step: str, step_args: tuple[Any, ...], context: Context, fill: int
+    module: nn.Module, batch: Any, step: str, step_args: tuple[Any, ...], context: Context, guide: Guide, fill: int
 ) -> Trace:
     ghosts = Ghosts()
     device = _device(module, batch)
     tracer = Tracer()
+    mode = GhostMode(ghosts, tracer, fill)
     attributes = Attributes(module.modules())
     try:
         with (
@@ -63,24 +86,22 @@ def _attempt(
             _real_buffers(module, ghosts, device),
             detached_from_trainer(module, tracer.keep),
             _evaluating(module, step),
+            _watched_calls(module, tracer, mode, guide),
         ):
             for name, parameter in parameters.items():
                 tracer.declare(parameter, "parameter", name)
             for name, entry in buffer_entries(module).items():
                 tracer.declare(entry.tensor, "buffer", name)
+            batch = guide.prepare(batch, tracer, ghosts, device)
             for position, leaf in enumerate(tree_flatten(batch)[0]):
                 if isinstance(leaf, Tensor):
                     tracer.declare(leaf, "leaf", position)
-            mode = GhostMode(ghosts, tracer, fill)
-            with (
-                _watched_calls(module, tracer, mode),
-                torch.set_grad_enabled(trains(step)),
-                tracer,
-                mode,
-                context(),
-            ):
-                result = call_step(module, step, batch, step_args)
-            tracer.keep(result, returned=True)
+            try:
+                with torch.set_grad_enabled(trains(step)), tracer, mode, context():
+                    result = call_step(module, step, batch, step_args)
+                tracer.keep(result, returned=True)
+            except StepLeft:
+                pass
     finally:
         tracer.undo_writes()
         attributes.restore()
@@ -123,14 +144,14 @@ def _evaluating(module: nn.Module, step: str) -> Iterator[None]:
 
 
 @contextmanager
-def _watched_calls(module: nn.Module, tracer: Tracer, mode: GhostMode) -> Iterator[None]:
+def _watched_calls(module: nn.Module, tracer: Tracer, mode: GhostMode, guide: Guide) -> Iterator[None]:
     """While it lasts every submodule's call is recorded, and rehearsed on zeros if ghosts cannot do it."""
     total = sum(parameter.numel() for parameter in module.parameters())
     handles, wrapped = [], []
     for name, part in module.named_modules():
         if not name:
             continue
-        handles.append(part.register_forward_pre_hook(_Enter(name, tracer, mode), prepend=True, with_kwargs=True))
+        handles.append(part.register_forward_pre_hook(_Enter(name, tracer, mode, guide), prepend=True, with_kwargs=True))
         wrapped.append((part, part.__dict__.get("forward")))
         part.__dict__["forward"] = _Forward(Part.of(part, total), tracer, mode)
     try:
@@ -148,12 +169,13 @@ def _watched_calls(module: nn.Module, tracer: Tracer, mode: GhostMode) -> Iterat
 class _Enter:
     """The pre-hook that records a call's arguments as they arrive, before the user's own hooks."""
 
-    def __init__(self, name: str, tracer: Tracer, mode: GhostMode) -> None:
-        self.name, self.tracer, self.mode = name, tracer, mode
+    def __init__(self, name: str, tracer: Tracer, mode: GhostMode, guide: Guide) -> None:
+        self.name, self.tracer, self.mode, self.guide = name, tracer, mode, guide
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.mode.asleep:
-            self.tracer.arrive(self.name, args, kwargs)
+            call = self.tracer.arrive(self.name, args, kwargs)
+            self.guide.arrive(SplitPoint(call.module, call.call), len(self.tracer.trace.events) - 1)
 
 
 class _Forward:

@@ -80,7 +80,7 @@ def stand_in(ghost: Tensor, fill: int = 0) -> Tensor:
     """A real tensor in place of a ghost for an operation that must look at data. It takes the memory of one element."""
     with DisableTorchFunction(), torch.no_grad():
         value = fill if ghost.dtype is not torch.bool else 0
-        return torch.full((1,), value, dtype=ghost.dtype, device=ghost.device).expand(tuple(ghost.shape))
+        return torch.full((), value, dtype=ghost.dtype, device=ghost.device).expand(tuple(ghost.shape))
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class _Reader:
             self._needs(index, op.reads, self.facts.source_uses)
         if op.looks:
             self._needs(index, op.reads, self.facts.source_looks)
-            if ghost and not op.makes:
+            if ghost and not op.makes and not op.contained:
                 self.leaks.append((index, op, op.frame))
         sources: frozenset[Source] = frozenset()
         if not op.blank:

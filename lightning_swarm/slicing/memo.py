@@ -13,12 +13,20 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.slicing._compat import DisableTorchFunction, FakeTensor, TorchDispatchMode, tree_flatten, tree_unflatten
+from lightning_swarm.slicing._compat import (
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    any_autocast_enabled,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_swarm.slicing.ghost import Ghosts, is_ghost
 from lightning_swarm.slicing.rehearsal import AFTER_ANOTHER, BLANKS, LOOKS, GhostMode, NoRecorder, Part
 
@@ -31,6 +39,7 @@ _RESHAPING = frozenset({
     "requires_grad_", "detach_", "rename_", "share_memory_", "apply_", "map_", "sparse_resize_",
 })  # fmt: skip
 _CAPACITY = 4096
+_UNKNOWN = object()
 
 
 class _Kind(enum.Enum):
@@ -69,6 +78,26 @@ class _Recipe:
         return tree_unflatten(leaves, self.spec)
 
 
+class _Latest(NamedTuple):
+    """The last call of a submodule. Ghosts come from memory too, so the next call often has the very same arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mood: tuple[Any, ...]
+    tensors: list[Tensor]
+    recipe: _Recipe
+
+    def repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any], mood: tuple[Any, ...]) -> bool:
+        """Whether a call is this one again."""
+        return (
+            len(args) == len(self.args)
+            and all(map(is_, args, self.args))
+            and kwargs.keys() == self.kwargs.keys()
+            and all(map(is_, kwargs.values(), self.kwargs.values()))
+            and mood == self.mood
+        )
+
+
 class MemoMode(GhostMode):
     """The `GhostMode` of a stage in front of its split point: remembers, and touches nothing that is real.
 
@@ -84,6 +113,7 @@ class MemoMode(GhostMode):
         self._before_write = before_write
         self._kinds: dict[Any, _Kind] = {}
         self._recipes: dict[Any, _Recipe | None] = {}
+        self._latest: dict[int, _Latest] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -98,48 +128,55 @@ class MemoMode(GhostMode):
             return super().__torch_function__(func, types, args, kwargs)
         if kind is _Kind.IN_PLACE or "out" in kwargs:
             return self._change(func, args, kwargs)
+        return self._recall(func, args, kwargs)
+
+    def call(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A submodule's call, from memory if possible."""
+        if self.learning:
+            return self.perform(part, args, kwargs)
+        mood = (part.module.training, *_surroundings())
+        latest = self._latest.get(id(part))
+        if latest is not None and latest.repeats(args, kwargs, mood):
+            with DisableTorchFunction():
+                if latest.recipe.fresh():
+                    return latest.recipe.serve(latest.tensors)
+        key: list[Any] = [id(part), mood]
+        tensors: list[Tensor] = []
+        with DisableTorchFunction():
+            if not _sign((args, kwargs), key, tensors):
+                key = []
+            recipe = self._recipes.get(tuple(key), _UNKNOWN) if key else None
+            if isinstance(recipe, _Recipe) and recipe.fresh():
+                if all(type(tensor) is FakeTensor for tensor in tensors):
+                    self._latest[id(part)] = _Latest(args, kwargs, mood, tensors, recipe)
+                return recipe.serve(tensors)
+        if recipe is None:
+            return self.perform(part, args, kwargs)
+        result, learnt = self.learn(lambda: self.perform(part, args, kwargs))
+        recipe = self._remember(tuple(key), result, tensors) if learnt else None
+        if recipe is None:
+            self._recipes[tuple(key)] = None
+            return result
+        return recipe.serve(tensors)
+
+    def _recall(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operation, from memory if possible."""
         key: list[Any] = [func]
         tensors: list[Tensor] = []
         if not _sign((args, kwargs), key, tensors) or not any(type(tensor) is FakeTensor for tensor in tensors):
             return self.compute(func, args, kwargs)
-        return self.recall(tuple(key), tensors, lambda: self.compute(func, args, kwargs), func)
-
-    def call(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A submodule's call, from memory if possible."""
-        key: list[Any] = [id(part), part.module.training]
-        tensors: list[Tensor] = []
+        key.append(_surroundings())
+        known = self._recipes.get(tuple(key))
+        if known is not None and known.fresh():
+            return known.serve(tensors)
+        result = self.compute(func, args, kwargs)
         with DisableTorchFunction():
-            plain = not self.learning and _sign((args, kwargs), key, tensors)
-        if not plain:
-            return self.perform(part, args, kwargs)
-        return self.recall(tuple(key), tensors, lambda: self.perform(part, args, kwargs))
-
-    def recall(self, key: tuple[Any, ...], tensors: list[Tensor], run: Callable[[], Any], function: Any = None) -> Any:
-        """What this call gives, by its signature; ``run`` gives it if it is not known."""
-        device = tensors[0].fake_device.type if tensors and is_ghost(tensors[0]) else "cpu"
-        key = (*key, torch.is_grad_enabled(), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
-        known = self._recipes.get(key, self)
-        if isinstance(known, _Recipe):
-            with DisableTorchFunction():
-                if known.fresh():
-                    return known.serve(tensors)
-        elif known is None:
-            return run()
-        if function is not None:
-            result = run()
-            learnt = True
-        else:
-            result, learnt = self.learn(run)
-        with DisableTorchFunction():
-            recipe = self._recipe(result, tensors) if learnt else None
-            if function is not None and recipe is None:
-                if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
-                    self._kinds[function] = _Kind.DIRECT
-                return result
-            if len(self._recipes) >= _CAPACITY:
-                self._recipes.clear()
-            self._recipes[key] = recipe
-            return result if recipe is None else recipe.serve(tensors)
+            recipe = self._remember(tuple(key), result, tensors)
+            if recipe is not None:
+                return recipe.serve(tensors)
+            if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
+                self._kinds[func] = _Kind.DIRECT
+        return result
 
     def disown(self, ghost: Tensor) -> None:
         """This ghost is about to be bound: memory must not serve it again."""
@@ -158,7 +195,7 @@ class MemoMode(GhostMode):
             self.recorder, self.learning = outer, False
         return result, not watch.saw_data
 
-    def _recipe(self, result: Any, tensors: list[Tensor]) -> _Recipe | None:
+    def _remember(self, key: tuple[Any, ...], result: Any, tensors: list[Tensor]) -> _Recipe | None:
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         same: dict[int, int] = {}
         positions = {id(tensor): position for position, tensor in enumerate(tensors)}
@@ -173,7 +210,13 @@ class MemoMode(GhostMode):
                 ghostly = True
             elif type(leaf) not in _PLAIN:
                 return None
-        return _Recipe(leaves, same, spec) if ghostly else None
+        if not ghostly:
+            return None
+        if len(self._recipes) >= _CAPACITY:
+            self._recipes.clear()
+            self._latest.clear()
+        recipe = self._recipes[key] = _Recipe(leaves, same, spec)
+        return recipe
 
     def _change(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operation in place. On a ghost it changes nothing worth knowing; a real tensor must not become a ghost."""
@@ -227,6 +270,14 @@ class _DataWatch(TorchDispatchMode, NoRecorder):
 
     def _is_data(self, tensor: Tensor) -> bool:
         return not is_ghost(tensor) and id(tensor) not in self._made_up
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What around a call changes its results' types."""
+    if not any_autocast_enabled():
+        return (torch.is_grad_enabled(),)
+    kinds = ("cpu", "cuda")
+    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds))
 
 
 def _classify(func: Any) -> _Kind:

@@ -22,6 +22,7 @@ from lightning_swarm.slicing.dryrun import Context, dry_run
 from lightning_swarm.slicing.ghost import buffer_entries, parameter_entries
 from lightning_swarm.slicing.liveness import Candidate, Facts, read
 from lightning_swarm.slicing.points import Boundary, LeafSpec, SplitPoint, StepSignature
+from lightning_swarm.slicing.probe import Rehearsed, rehearse_stages
 from lightning_swarm.slicing.trace import Trace
 
 __all__ = [
@@ -74,8 +75,10 @@ def make_plan(
         cuts = choose(facts, stages, step)
     else:
         cuts = named(facts, [SplitPoint.parse(name) for name in stages], step, module)
-    signature = _signature(trace, facts, cuts, batch, step)
-    return Plan(tuple(cut.point for cut in cuts), _inventory(module), {step: signature})
+    points = tuple(cut.point for cut in cuts)
+    run = Rehearsed(module, batch, step, step_args, context)
+    signature = rehearse_stages(run, points, _signature(trace, facts, cuts, batch, step), trace)
+    return Plan(points, _inventory(module), {step: signature})
 
 
 def make_signature(
@@ -104,7 +107,8 @@ def make_signature(
     points = plan.cuts if isinstance(plan, Plan) else plan
     trace = dry_run(module, batch, step, step_args, context)
     facts = read(trace)
-    return _signature(trace, facts, named(facts, points, step, module), batch, step)
+    signature = _signature(trace, facts, named(facts, points, step, module), batch, step)
+    return rehearse_stages(Rehearsed(module, batch, step, step_args, context), points, signature, trace)
 
 
 def _signature(trace: Trace, facts: Facts, cuts: Sequence[Candidate], batch: Any, step: str) -> StepSignature:

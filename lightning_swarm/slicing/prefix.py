@@ -43,7 +43,7 @@ class Prefix:
         self._module = module
         self._veils = veils
         self._veiled: list[Entry] = []
-        self._mode = _PrefixMode(ghosts, module, self._before_write, self._watch)
+        self._mode = _PrefixMode(ghosts, module, self._before_write, lambda part: self._before.add(part))
         self._open = False
         self._step = ""
         self._known: set[str] = set()
@@ -119,11 +119,6 @@ class Prefix:
             elif "forward" not in part.__dict__:
                 part.__dict__["forward"] = _Forward(self._mode, Part.of(part, total))
                 self._wrapped.append(part)
-
-    def _watch(self, part: nn.Module) -> None:
-        if id(part) not in self._watched:
-            self._watched[id(part)] = part
-            self._before.add(part)
 
     def _before_write(self, tensor: Tensor) -> None:
         """Remembers the content of a tensor that a module keeps, before code in front of the split point changes it."""

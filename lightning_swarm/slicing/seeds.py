@@ -32,8 +32,12 @@ def stage_seed(seed: int, stage: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch on all devices, Python's and NumPy's generators."""
-    torch.manual_seed(seed)
+    """Seeds torch on all devices that are in use, Python's and NumPy's generators."""
+    # torch.manual_seed also queues a call, with a stack trace, for every kind of device that is not initialised yet:
+    # milliseconds and a growing list, for every microbatch.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

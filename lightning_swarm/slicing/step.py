@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +23,16 @@ def trains(step: str) -> bool:
 def call_step(module: nn.Module, step: str, batch: Any, step_args: tuple[Any, ...]) -> Any:
     """Calls ``module.training_step(batch, batch_idx)``, with as many of the arguments as the function takes."""
     function = getattr(module, step)
-    return function(batch, *step_args[: _room(function) - 1])
+    return function(batch, *step_args[: _room(getattr(function, "__func__", function), hasattr(function, "__func__")) - 1])
 
 
-def _room(function: Callable[..., Any]) -> int:
+@functools.lru_cache(maxsize=64)
+def _room(function: Callable[..., Any], bound: bool) -> int:
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return 1 << 30
-    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(kind in positional for kind in kinds) - bound
 
 
 class RehearsalTrainer:

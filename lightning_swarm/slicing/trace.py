@@ -56,7 +56,8 @@ class Op:
     """An operation. Numbers are indices into ``Trace.values``.
 
     ``blank``: the result depends on shapes only (``zeros_like``). ``looks``: Python saw data of what it reads, as a
-    number, or as the shape of the result. ``random``: it draws from torch's generator.
+    number, or as the shape of the result; ``contained``: it did so in code that gives no numbers back, that of a metric.
+    ``random``: it draws from torch's generator.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Op:
     random: bool = False
     blank: bool = False
     looks: bool = False
+    contained: bool = False
     place: Place | None = None
     frame: Call | None = None
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Iterator
 
 import torch
@@ -49,15 +50,19 @@ class Tracer(TorchDispatchMode):
 
     def alias(self, tensor: Tensor, of: Tensor) -> None:
         """From now on ``tensor`` is the same value as ``of``: a real stand-in for a ghost."""
-        index = self._index(of)
+        index = self.index(of)
         self._remember(tensor, index)
         self._storages[_storage_key(tensor)] = self.trace.values[index].storage
 
     def derive(self, name: str, sources: Iterable[Tensor], results: Iterable[Tensor], *, looks: bool = False) -> None:
         """Records an operation that we did ourselves."""
-        reads = tuple(self._index(tensor) for tensor in sources)
-        makes = tuple(self._new(tensor, "made", place=_place()) for tensor in results)
-        self.trace.events.append(Op(name, reads, makes=makes, looks=looks, place=_place(), frame=self._frame))
+        reads = tuple(self.index(tensor) for tensor in sources)
+        place = _place()
+        makes = tuple(self._new(tensor, "made", place=place) for tensor in results)
+        contained = looks and _in_a_metric()
+        self.trace.events.append(
+            Op(name, reads, makes=makes, looks=looks, contained=contained, place=place, frame=self._frame)
+        )
 
     def look(self, tensors: Iterable[Tensor]) -> None:
         """Records that Python saw the data of these tensors."""
@@ -66,21 +71,23 @@ class Tracer(TorchDispatchMode):
     def keep(self, structure: Any, *, returned: bool = False) -> None:
         """Records that these values leave the step."""
         tensors = [leaf for leaf in tree_flatten(structure)[0] if isinstance(leaf, Tensor)]
-        self.trace.events.append(Kept(tuple(self._index(tensor) for tensor in tensors), returned))
+        self.trace.events.append(Kept(tuple(self.index(tensor) for tensor in tensors), returned))
 
-    def arrive(self, module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def arrive(self, module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Records that a submodule is called with these arguments."""
         with DisableTorchFunction():
             leaves = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_flatten((args, kwargs))[0]]
-            self._arrived = Call(
+            call = Call(
                 module=module,
                 call=self._counts.get(module, 0),
-                leaves=tuple(None if leaf is None else self._index(leaf) for leaf in leaves),
+                leaves=tuple(None if leaf is None else self.index(leaf) for leaf in leaves),
                 specs=tuple(None if leaf is None else LeafSpec.of(leaf) for leaf in leaves),
                 parent=self._frame,
             )
-        self._counts[module] = self._arrived.call + 1
-        self.trace.events.append(self._arrived)
+        self._counts[module] = call.call + 1
+        self._arrived = call
+        self.trace.events.append(call)
+        return call
 
     def enter(self) -> Call | None:
         """Records that the call which arrived last runs now; None if a forward was called past ``__call__``."""
@@ -128,7 +135,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        reads = tuple(dict.fromkeys(self._index(tensor) for tensor in inputs))
+        reads = tuple(dict.fromkeys(self.index(tensor) for tensor in inputs))
         written = [tensor for tensor in _written(func, args, kwargs) if isinstance(tensor, Tensor)]
         for tensor in written:
             self._save(tensor)
@@ -137,15 +144,17 @@ class Tracer(TorchDispatchMode):
         place = _place()
         makes = tuple(self._new(tensor, "made", place=place) for tensor in outputs if id(tensor) not in self._ids)
         name = func._opname
+        looks = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
         event = Op(
             name=name,
             reads=reads,
-            writes=tuple(self._index(tensor) for tensor in written),
+            writes=tuple(self.index(tensor) for tensor in written),
             makes=makes,
             flops=_flops(func, args, kwargs, out, outputs, inputs),
             random=torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs),
             blank=name in _BLANK,
-            looks=torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags,
+            looks=looks,
+            contained=looks and _in_a_metric(),
             place=place,
             frame=self._frame,
         )
@@ -153,14 +162,15 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _save(self, tensor: Tensor) -> None:
-        value = self.trace.values[self._index(tensor)]
+        value = self.trace.values[self.index(tensor)]
         if is_ghost(tensor) or any(saved is tensor for saved, _ in self._journal):
             return
         origin = next(v for v in self.trace.values if v.storage == value.storage)
         if origin.kind != "made":
             self._journal.append((tensor, tensor.clone()))
 
-    def _index(self, tensor: Tensor) -> int:
+    def index(self, tensor: Tensor) -> int:
+        """The number of this tensor's value."""
         known = self._ids.get(id(tensor))
         if known is not None:
             return known
@@ -228,10 +238,20 @@ def _flops(
 
 
 def _place() -> Place | None:
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_NOT_OURS) and not name.startswith("<") and os.sep + "lightning" + os.sep not in name:
             return Place(name, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
+
+
+def _in_a_metric() -> bool:
+    """Whether code of torchmetrics is running: it checks its inputs, and hands no numbers on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if os.sep + "torchmetrics" + os.sep in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

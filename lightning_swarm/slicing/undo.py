@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -38,7 +39,7 @@ class Attributes:
         for live in (table, *(table[name] for name in _TABLES)):
             self._tables[id(live)] = (live, dict(live))
         for name, value in table.items():
-            if isinstance(value, _CONTAINERS) and name not in _OWN:
+            if name not in _OWN and isinstance(value, _CONTAINERS):
                 self._remember(value, _DEPTH)
 
     def changed(self) -> bool:
@@ -80,7 +81,7 @@ class Attributes:
 
     def _table_changes(self) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
         for live, before in self._tables.values():
-            if len(live) == len(before) and all(live.get(name, _MISSING) is value for name, value in before.items()):
+            if live.keys() == before.keys() and all(map(is_, live.values(), before.values())):
                 continue
             for name in {**before, **live}:
                 if name in _OWN:

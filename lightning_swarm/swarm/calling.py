@@ -107,7 +107,7 @@ class _Calling(Stream):
                 self.lost = ProtocolError(f"Peer {self.peer}: {error}", self.peer)
             else:
                 self.lost = PeerUnreachable(
-                    f"Peer {self.peer} ended the stream without an answer: it is gone, or does not share the run's secret.",
+                    f"Peer {self.peer} ended the stream without an answer: it is gone, or has another secret.",
                     self.peer,
                 )
         self.settle(error=self.lost)

@@ -12,22 +12,23 @@ and for ``"int8"`` tensors with values that are not finite, travels raw.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_swarm.swarm.errors import CallerError, ProtocolError
 
-Buffer = Union[bytes, memoryview]
-Meta = Sequence[Any]
+Buffer: TypeAlias = bytes | memoryview
+Meta: TypeAlias = Sequence[Any]
 
 CODECS = ("none", "fp16", "bf16", "int8")
 MAX_DIMENSIONS = 32
 _BLOCK = 256
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = (
-    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 "
+    "float16 bfloat16 float32 float64 complex32 complex64 complex128 "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
@@ -78,7 +79,7 @@ def encode(tensor: Tensor, codec: str = "none") -> tuple[list[Buffer], Meta]:
 def _bytes_of(tensor: Tensor) -> Buffer:
     if not tensor.numel():
         return b""
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def is_cheap(tensor: Tensor, codec: str, limit_bytes: int = 1 << 20) -> bool:
@@ -94,7 +95,8 @@ def _wire(
     """A checked meta as dtype, shape, codec, and the (number of elements, dtype) of each array on the wire."""
     if not isinstance(meta, (list, tuple)) or len(meta) not in (2, 3):
         raise ProtocolError("The description of a tensor is not [dtype, shape] or [dtype, shape, codec].")
-    name, shape, codec = meta[0], meta[1], meta[2] if len(meta) == 3 else "none"
+    name, shape = meta[0], meta[1]
+    codec = meta[2] if len(meta) == 3 else "none"
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ProtocolError(f"A tensor is said to be of an unknown dtype {str(name)[:40]!r}.")
@@ -106,6 +108,8 @@ def _wire(
     numel = math.prod(shape)
     if numel * dtype.itemsize >= 1 << 48:
         raise ProtocolError("A tensor is said to be larger than any memory.")
+    if not isinstance(codec, str):
+        raise ProtocolError("A tensor's codec is not named by a string.")
     if codec == "none":
         arrays = [(numel, dtype)]
     elif codec in _CASTS and dtype in _WIDE:
@@ -113,7 +117,7 @@ def _wire(
     elif codec == "int8" and dtype.is_floating_point and dtype.itemsize > 1 and numel:
         arrays = [(-(-numel // _BLOCK), torch.float32), (numel, torch.uint8)]
     else:
-        raise ProtocolError(f"A tensor of {dtype} is said to be encoded as {str(codec)[:40]!r}.")
+        raise ProtocolError(f"A tensor of {dtype} is said to be encoded as {codec[:40]!r}.")
     return dtype, tuple(shape), codec, arrays
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_swarm._compat_hivemind import P2P, Multiaddr, p2pd_path
+from lightning_swarm.swarm.errors import SwarmError
 
 _log = logging.getLogger(__name__)
 _JANITOR = """
@@ -73,10 +74,10 @@ class Daemon:
         self.calls_path = f"{self.directory}/calls.sock"
         self._lease: int | None = None
         self._janitor: subprocess.Popen | None = None
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed = False
         self._arguments = [
             p2pd_path(),
-            f"-listen=/unix{self.control_path}",
+            f"-listen={self.control_maddr}",
             f"-hostAddrs={','.join(host_maddrs)}",
             "-dhtServer=1",
             "-connManager=1",
@@ -94,11 +95,20 @@ class Daemon:
                 P2P.generate_identity(str(identity_path))
             self._arguments.append(f"-id={identity_path}")
 
-    async def start(self, on_end: Callable[[], None]) -> None:
+    @property
+    def control_maddr(self) -> str:
+        """Where the daemon is spoken to, as it writes addresses."""
+        return f"/unix{self.control_path}"
+
+    async def start(self, on_end: Callable[[], None], timeout_s: float) -> None:
         """Starts the daemon and waits until it listens.
 
         Args:
-            on_end: Called on the event loop when the daemon ends later, for whatever reason.
+            on_end: Called on the event loop when the daemon ends later without having been closed.
+            timeout_s: How long to wait.
+
+        Raises:
+            SwarmError: When it does not start.
         """
         ours, self._lease = os.pipe()
         _leases.add(self)
@@ -112,7 +122,7 @@ class Daemon:
             **os.environ,
         }
         try:
-            self._janitor = subprocess.Popen(
+            self._janitor = subprocess.Popen(  # noqa: ASYNC220  (asyncio cannot start one from any thread)
                 [
                     "/bin/sh",
                     "-c",
@@ -131,8 +141,13 @@ class Daemon:
             os.close(ours)
         assert self._janitor.stdout is not None
         loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: _Output(self._ready, on_end), self._janitor.stdout)
-        await self._ready
+        ready: asyncio.Future[None] = loop.create_future()
+        output = _Output(ready, lambda: None if self._closed else on_end())
+        await loop.connect_read_pipe(lambda: output, self._janitor.stdout)
+        try:
+            await asyncio.wait_for(ready, timeout_s)
+        except TimeoutError as error:
+            raise SwarmError(f"libp2p's daemon p2pd did not start within {timeout_s:.0f} s.") from error
 
     def _end_lease(self) -> None:
         lease, self._lease = self._lease, None
@@ -141,6 +156,7 @@ class Daemon:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the daemon and removes the runtime directory; waits for both. Idempotent."""
+        self._closed = True
         self._end_lease()
         if self._janitor is not None:
             try:
@@ -177,7 +193,7 @@ class _Output(asyncio.Protocol):
             self._on_end()
         else:
             lines = self._text.strip().splitlines() or ["it printed nothing"]
-            self._ready.set_exception(RuntimeError(f"libp2p's daemon p2pd did not start: {lines[-1]}"))
+            self._ready.set_exception(SwarmError(f"libp2p's daemon p2pd did not start: {lines[-1]}"))
 
 
 def _check_free(maddr: str) -> None:

@@ -45,7 +45,7 @@ class Message:
     def to_dict(self) -> dict[str, Any]:
         """What msgpack can carry; fields that equal their default are left out."""
         packed = {}
-        for name, default in _shape(type(self))[1]:
+        for name, default in _shape(type(self))[1]:  # type: ignore[arg-type]
             value = getattr(self, name)
             if default is dataclasses.MISSING or value != default:
                 packed[name] = _plain(value)
@@ -67,7 +67,7 @@ class Message:
 def _read(cls: type[_M], data: Any) -> _M:
     if not isinstance(data, dict):
         raise _Mismatch(f"a dictionary was expected, not {_name(data)}.")
-    readers, fields = _shape(cls)
+    readers, fields = _shape(cls)  # type: ignore[arg-type]
     values = {}
     for name, value in data.items():
         reader = readers.get(name)

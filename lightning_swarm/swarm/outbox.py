@@ -8,6 +8,7 @@ Threads: `Outbox.put`, `Outbox.drop` and the counters may be used from any threa
 """
 
 import asyncio
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -109,13 +110,8 @@ class Outbox:
             self._waiters[key].append((loop, future))
         timer = None
         if timeout_s is not None:
-            late = DeadlineExceeded(f"{key} did not come within {timeout_s:.3g} s.")
-            timer = loop.call_later(
-                timeout_s,
-                _settle,
-                [(loop, future)],
-                lambda future: future.set_exception(late),
-            )
+            late = DeadlineExceeded(f"{key!r} did not come within {timeout_s:.3g} s.")
+            timer = loop.call_later(timeout_s, _unless_done, future, functools.partial(_fail, late))
         try:
             return await future
         finally:
@@ -134,10 +130,7 @@ class Outbox:
             self.bytes -= freed
             given_up = {key: self._waiters.pop(key) for key in [key for key in self._waiters if predicate(key)]}
         for key, waiters in given_up.items():
-            _settle(
-                waiters,
-                lambda future, key=key: future.set_exception(Dropped(f"{key} was dropped.")),
-            )  # type: ignore[misc]
+            _settle(waiters, functools.partial(_fail, Dropped(f"{key!r} was dropped.")))
         return freed
 
     def _forget(self, key: Key, future: "asyncio.Future[Entry]") -> None:
@@ -147,13 +140,13 @@ class Outbox:
                 self._waiters[key] = waiters
 
     async def answer_fetch(self, caller: str, header: dict, tensors: list[Tensor]) -> tuple[dict, Sequence[Tensor]]:
-        """The handler of the call ``fetch``: ``node.serve({"fetch": outbox.answer_fetch})``. Waits up to its deadline."""
+        """The handler of the call ``fetch``: ``node.serve({"fetch": outbox.answer_fetch})``."""
         request = FetchRequest.from_dict(header)
         entry = await self.get(request.key)
         if request.leaves is None:
             return dict(entry.header), entry.tensors
         if not all(0 <= leaf < len(entry.tensors) for leaf in request.leaves):
-            raise CallerError(f"{request.key} has {len(entry.tensors)} tensors; {request.leaves} were asked for.")
+            raise CallerError(f"{request.key!r} has {len(entry.tensors)} tensors; {request.leaves} were asked for.")
         return dict(entry.header), [entry.tensors[leaf] for leaf in request.leaves]
 
 
@@ -203,3 +196,7 @@ def _settle(waiters: Sequence[_Waiter], action: Callable[["asyncio.Future[Entry]
 def _unless_done(future: "asyncio.Future[Entry]", action: Callable[["asyncio.Future[Entry]"], None]) -> None:
     if not future.done():
         action(future)
+
+
+def _fail(error: Exception, future: "asyncio.Future[Entry]") -> None:
+    future.set_exception(error)

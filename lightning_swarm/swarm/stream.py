@@ -1,9 +1,9 @@
 """One libp2p stream, as frames.
 
-``p2pd`` hands us every libp2p stream as a unix socket: it begins with one length-prefixed protocol buffer (who is at the
-other end, or why there is nobody) and is ours from then on. `Stream` reads that hello and then frames. Small parts go
+``p2pd`` hands us every libp2p stream as a unix socket: it begins with one length-prefixed protocol buffer (who is at
+the other end, or why there is nobody) and is ours from then on. `Stream` reads that hello, then frames. Small parts go
 through a scratch buffer that all streams of a node share; tensors are read from the socket straight into the memory
-that they will live in. What a frame means is left to the two subclasses in `rpc`.
+that they will live in. What a frame means is left to its two subclasses, in `calling` and `answering`.
 """
 
 import asyncio

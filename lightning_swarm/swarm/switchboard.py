@@ -21,9 +21,11 @@ class Switchboard:
     Args:
         node: The peer.
         calls: The names of all calls that will ever be answered.
+        always: Who answers a call while nobody else is plugged in for it.
     """
 
-    def __init__(self, node: Node, calls: Sequence[str]) -> None:
+    def __init__(self, node: Node, calls: Sequence[str], always: Mapping[str, Handler] | None = None) -> None:
+        self._always = dict(always or {})
         self._handlers: Mapping[str, Handler] = {}
         node.serve({call: partial(self._answer, call) for call in calls})
 
@@ -38,7 +40,7 @@ class Switchboard:
     async def _answer(
         self, call: str, caller: str, header: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[dict[str, Any], Sequence[Tensor]]:
-        handler = self._handlers.get(call)
+        handler = self._handlers.get(call) or self._always.get(call)
         if handler is None:
             raise PeerBusy(f"nobody answers {call!r} at this peer now")
         return await handler(caller, header, tensors)

@@ -40,7 +40,7 @@ class TrainerPeer:
         self._ended = False
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
-        self._switchboard = Switchboard(node, ["join", "ready", "leave", "ping", "state", "next"])
+        self._switchboard = Switchboard(node, ["trainer", "join", "ready", "leave", "ping", "state", "next"])
         self._plug()
         node.run(node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S))
         node.spawn(self._announce(), "announcing the trainer")
@@ -51,7 +51,12 @@ class TrainerPeer:
             await self.node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S)
 
     def _plug(self) -> None:
-        handlers: dict[str, Callable[..., Any]] = {"join": self._wait, "ping": self._alive, "next": self._next}
+        handlers: dict[str, Callable[..., Any]] = {
+            "trainer": self._who,
+            "join": self._wait,
+            "ping": self._alive,
+            "next": self._next,
+        }
         if self.session is not None:
             handlers.update(self.session.handlers())
         self._switchboard.plug(handlers)
@@ -65,6 +70,9 @@ class TrainerPeer:
             return JoinReply("skip").to_dict(), []
         await self._change(_WAIT_S)
         return JoinReply("wait").to_dict(), []
+
+    async def _who(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        return {"trainer": self.node.peer_id}, []
 
     async def _alive(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         return {"member": True, "session": self.count}, []

@@ -1,9 +1,9 @@
 """The gradients of one worker's part of a step, and exactly which microbatches they are the sum of.
 
 Autograd itself adds the microbatches up in ``p.grad``; what must not happen is that one is added twice, so every
-microbatch is counted by name. With ``reproducible=True`` each microbatch's gradient is moved into a float64 sum instead:
-sums of float32 numbers are exact there but for rare last bits, whoever computed which of them, and are rounded to the
-parameter's dtype once, after the reduction.
+microbatch is counted by name. With ``reproducible=True`` each microbatch's gradient is moved into a float64 sum
+instead: sums of float32 numbers are exact there but for rare last bits, whoever computed which of them, and are rounded
+to the parameter's dtype once, after the reduction.
 
 For the reduction the gradients become one vector on the CPU, in an order of names that all replicas share, and the sum
 comes back the same way. ``None`` gradients stay ``None``: optimizers skip those (no weight decay, no momentum).
@@ -23,8 +23,8 @@ class Accumulator:
     """Sums and counts the gradients of a step's microbatches. Not thread-safe: it lives on the compute thread.
 
     Frozen parameters (``requires_grad=False``) have no place in the vector, so which ones are frozen must agree among
-    the replicas. Sparse gradients (``nn.Embedding(sparse=True)``) become dense ones, as the layout of a sum must not depend
-    on how many workers it comes from; an optimizer that insists on sparse ones (``SparseAdam``) cannot be used.
+    the replicas. Sparse gradients (``nn.Embedding(sparse=True)``) become dense ones, as the layout of a sum must not
+    depend on how many workers it comes from; an optimizer that insists on sparse ones (``SparseAdam``) cannot be used.
 
     Args:
         parameters: The stage's own parameters by name. Their gradients belong to the accumulator from here on; those
@@ -122,7 +122,7 @@ class Accumulator:
         return squared_norm(*(_real(p.grad) for p in map(self._parameters.__getitem__, names) if p.grad is not None))
 
     def dtype(self, names: Sequence[str]) -> torch.dtype:
-        """What the sum over the workers has to be rounded to: the real dtype that holds all these parameters' values."""
+        """What the sum over the workers is to be rounded to: the real dtype that holds all these parameters' values."""
         parameters = [self._parameters[name] for name in names]
         dtypes = [parameter.dtype.to_real() for parameter in parameters if parameter.requires_grad]
         return reduce(torch.promote_types, dtypes) if dtypes else torch.float32

@@ -1,8 +1,8 @@
 """How a reduction divides a vector among the members of a group, and what its pieces look like in an outbox.
 
-An *entry* is the list of tensors under one key. With the codec ``"none"`` it holds the values themselves, as a view of the
-vector; with another codec a header and the encoded bytes. In place of values that will not come stands a header that says
-whose fault that is, so that those who wait for them learn it at once.
+An *entry* is the list of tensors under one key. With the codec ``"none"`` it holds the values themselves, as a view of
+the vector; with another codec a header and the encoded bytes. In place of values that will not come stands a header
+that says whose fault that is, so that those who wait for them learn it at once.
 """
 
 import itertools

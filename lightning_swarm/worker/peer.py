@@ -1,8 +1,13 @@
 """A worker's place in the swarm: from the first Lightning call of its script to the end of the trainer's."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from lightning_swarm.swarm.calls import FinishRequest, TrainerRecord
 from lightning_swarm.swarm.errors import SwarmError
@@ -12,8 +17,9 @@ from lightning_swarm.worker.member import Hosted, Member, TrainerGone
 
 log = logging.getLogger(__name__)
 
-_CALLS = ["process", "fetch", "probe", "reduce", "commit", "state", "finish"]
+_CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "finish"]
 _NEXT_DEADLINE_S = 30.0
+_ASK_DEADLINE_S = 5.0
 
 
 class WorkerPeer:
@@ -21,15 +27,17 @@ class WorkerPeer:
 
     Args:
         node: The peer.
+        initial_peers: Addresses of peers to ask who the trainer is, besides the DHT.
         trainer_timeout_s: How long to wait for a trainer that does not answer.
     """
 
-    def __init__(self, node: Node, trainer_timeout_s: float) -> None:
+    def __init__(self, node: Node, initial_peers: Sequence[str], trainer_timeout_s: float) -> None:
         self.node = node
+        self._known = [address.rpartition("/p2p/")[2] for address in initial_peers]
         self.count = -1
         """The current session's number."""
         self._trainer_timeout_s = trainer_timeout_s
-        self._switchboard = Switchboard(node, _CALLS)
+        self._switchboard = Switchboard(node, _CALLS, {"trainer": self._tell_trainer})
         self._trainer: str | None = None
         self._member: Member | None = None
 
@@ -73,10 +81,24 @@ class WorkerPeer:
             if answer["session"] > self.count:
                 return True
 
+    async def _ask_around(self) -> str | None:
+        """Ask the initial peers: quicker than the DHT, which is for when these are gone."""
+        for peer in self._known:
+            with contextlib.suppress(SwarmError):
+                answer, _ = await self.node.call(peer, "trainer", {}, deadline_s=_ASK_DEADLINE_S)
+                if isinstance(answer.get("trainer"), str):
+                    return answer["trainer"]
+        return None
+
+    async def _tell_trainer(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Any:
+        return {"trainer": self._trainer}, []
+
     async def _find_trainer(self) -> str:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._trainer_timeout_s
         while loop.time() < deadline:
+            if (told := await self._ask_around()) is not None:
+                return told
             records = await self.node.directory.read("trainer", TrainerRecord)
             if records:
                 return max(records, key=lambda peer: records[peer].started_s)

@@ -1,7 +1,7 @@
 """Summing the gradients of a group of workers: everybody gets the same bytes, or nobody gets anything.
 
-The vector is divided into parts, one a member, proportional to the members' weights, and the parts into chunks; both follow
-from the group and the vector's length alone. Per chunk:
+The vector is divided into parts, one a member, proportional to the members' weights, and the parts into chunks; both
+follow from the group and the vector's length alone. Per chunk:
 
 1. every contributor puts its slice of the chunk into its outbox,
 2. the chunk's owner fetches the slices, adds them in the order of the group and puts the sum into its own outbox,
@@ -11,15 +11,15 @@ A fetch waits until the entry is there, so there are no rounds and no barrier: c
 threads) overlap with the transfer. A member sends its slices of the others' parts and ``n - 1`` copies of its own part:
 ``2 (n - 1) / n`` of the vector when parts are equal, which is the least possible.
 
-All members end with identical bits because a chunk is added by one member, in a fixed order, and because its owner, too,
-applies what the encoded sum decodes to. A member that fails replaces its entries by the name of whoever failed it, so that
-the others, who wait for them, end at once and blame the same peer.
+All members end with identical bits because a chunk is added by one member, in a fixed order, and because its owner,
+too, applies what the encoded sum decodes to. A member that fails replaces its entries by the name of whoever failed it,
+so that the others, who wait for them, end at once and blame the same peer.
 
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
@@ -37,8 +37,8 @@ Fetch = Callable[[str, str, float], Awaitable[Sequence[Tensor]]]
 
 # Chunks under way at a time, for every peer and direction: one travels while another one is computed.
 _AHEAD = 2
-# The share of the deadline in which the slices have to come. Whoever waits for a sum waits longer than its owner waits for
-# a slice, so the one that hangs is blamed, not the one that waits for it.
+# The share of the deadline in which the slices have to come. Whoever waits for a sum waits longer than its owner waits
+# for a slice, so the one that hangs is blamed, not the one that waits for it.
 _SLICES_SHARE = 0.75
 
 
@@ -65,8 +65,8 @@ async def all_reduce(
 ) -> Tensor:
     """Sum a vector over a group; every member calls this with the same group, step, attempt, codec and dtype.
 
-    The entries stay in the outbox, under ``reduce/{step}/{attempt}/``, as others may still fetch them: drop them when the
-    step is committed or the attempt given up. Until then neither ``vector`` nor the result may be changed in place,
+    The entries stay in the outbox, under ``reduce/{step}/{attempt}/``, as others may still fetch them: drop them when
+    the step is committed or the attempt given up. Until then neither ``vector`` nor the result may be changed in place,
     because they are sent from where they are.
 
     Args:
@@ -76,13 +76,13 @@ async def all_reduce(
         step: Names the entries, with ``attempt``: one that failed must not be repeated under the same number.
         attempt: See ``step``.
         me: This member's peer id.
-        fetch: Gets another member's entry, waiting for it; must not encode it again.
+        fetch: Gets another member's entry, waiting for it no longer than it is told; must not encode it again.
         outbox: Where the others fetch from.
-        codec: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"int8"``: what slices and sums travel as. Additions are in float32, or
-            in float64 if the vector is, whatever the codec.
+        codec: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"int8"``: what slices and sums travel as. Additions are in
+            float32, or in float64 if the vector is, whatever the codec.
         deadline_s: For the whole reduction. Slices have to come within three quarters of it.
-        dtype: Of the result; the vector's own if ``None``. With a float64 vector, the parameters' dtype halves the bytes of
-            the sums, which their owners round once.
+        dtype: Of the result; the vector's own if ``None``. With a float64 vector, the parameters' dtype halves the
+            bytes of the sums, which their owners round once.
         executor: Where to add and encode, instead of the event loop's default threads.
 
     Returns:
@@ -121,30 +121,24 @@ class _Reduction:
         self._deadline_s, self._begun = deadline_s, asyncio.get_running_loop().time()
 
     async def run(self) -> Tensor:
+        work = [self._offer()] if self._me in self._contributors else []
+        work += self._lanes(self._add, self._chunks[self._me])
+        for owner in self._others:
+            work += self._lanes(self._collect, self._chunks[owner])
         try:
-            async with asyncio.TaskGroup() as tasks:
-                if self._me in self._contributors:
-                    tasks.create_task(self._offer())
-                self._spread(tasks, self._add, self._chunks[self._me])
-                for owner in self._others:
-                    self._spread(tasks, self._collect, self._chunks[owner])
-        except BaseExceptionGroup as errors:
-            error = _first(errors)
-            self._give_up(error)
-            raise error
-        except asyncio.CancelledError as error:
+            await _together(work)
+        except (Exception, asyncio.CancelledError) as error:
             self._give_up(error)
             raise
         return self._result
 
-    def _spread(self, tasks: asyncio.TaskGroup, work: Callable[[Chunk], Awaitable[None]], pieces: list[Chunk]) -> None:
-        async def work_off() -> None:
+    def _lanes(self, work: Callable[[Chunk], Awaitable[None]], pieces: list[Chunk]) -> list[Coroutine[Any, Any, None]]:
+        async def lane() -> None:
             for chunk in queue:
                 await work(chunk)
 
         queue = iter(pieces)
-        for _ in range(min(_AHEAD, len(pieces))):
-            tasks.create_task(work_off())
+        return [lane() for _ in range(min(_AHEAD, len(pieces)))]
 
     async def _offer(self) -> None:
         """Put the slices of the others' parts into the outbox, everybody's first ones first."""
@@ -160,9 +154,8 @@ class _Reduction:
     async def _add(self, chunk: Chunk) -> None:
         """Sum one of this member's own chunks and offer the sum."""
         senders = [peer for peer in self._contributors if peer != self._me]
-        async with asyncio.TaskGroup() as tasks:
-            fetches = {peer: tasks.create_task(self._fetch(peer, "slices", chunk)) for peer in senders}
-        entry = await self._compute(self._sum, chunk, {peer: fetched.result() for peer, fetched in fetches.items()})
+        slices = await _together([self._fetch(peer, "slices", chunk) for peer in senders])
+        entry = await self._compute(self._sum, chunk, dict(zip(senders, slices)))
         self._outbox.put(self._key(chunk), entry)
 
     def _sum(self, chunk: Chunk, entries: dict[str, Sequence[Tensor]]) -> list[Tensor]:
@@ -196,14 +189,12 @@ class _Reduction:
         self._result[chunk.start : chunk.stop].copy_(values)
 
     async def _fetch(self, peer: str, phase: str, chunk: Chunk) -> Sequence[Tensor]:
-        share = _SLICES_SHARE if phase == "slices" else 1.0
-        left_s = self._begun + share * self._deadline_s - asyncio.get_running_loop().time()
+        deadline_s = self._deadline_s * (_SLICES_SHARE if phase == "slices" else 1.0)
+        left_s = self._begun + deadline_s - asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(left_s):
-                return await self._fetch_entry(peer, self._key(chunk), max(left_s, 0.0))
-        except TimeoutError as error:
-            details = f"Nothing came within {share * self._deadline_s:.1f} s."
-            raise ReductionFailed(peer, phase, DeadlineExceeded.__name__, details) from error
+            if left_s <= 0:
+                raise DeadlineExceeded(f"It is later than {deadline_s:.3g} s.")
+            return await self._fetch_entry(peer, self._key(chunk), left_s)
         except Exception as error:
             raise ReductionFailed(peer, phase, _name(error), str(error)) from error
 
@@ -229,10 +220,15 @@ class _Reduction:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
 
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+async def _together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. Of those that still run when one fails, or when this is cancelled, none is left behind."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _name(error: BaseException) -> str:

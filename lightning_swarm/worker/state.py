@@ -1,11 +1,12 @@
 """All that a worker of a stage must share with its replicas, as of one step: parameters, buffers, optimizer state.
 
-A joining worker gets it from any holder, the trainer keeps it as a snapshot, and its `StageState.digest` shows that replicas
-are the same bit for bit. Nothing is ever half loaded: what comes from a peer is compared with its checksums when it
-arrives and with the module before the first value is assigned.
+A joining worker gets it from any holder, the trainer keeps it as a snapshot, and its `StageState.digest` shows that
+replicas are the same bit for bit. Nothing is ever half loaded: what comes from a peer is compared with its checksums
+when it arrives and with the module before the first value is assigned.
 
-Checksums are BLAKE3: at 5 GB/s on one core they cost a tenth of what the transfer over loopback costs, where SHA-256 would
-cost half of it, and unlike a CRC they also tell apart states that differ on purpose. (The package comes with hivemind.)
+Checksums are BLAKE3: at 5 GB/s on one core they cost a tenth of what a transfer over loopback costs, where SHA-256
+would cost half of it, and unlike a CRC they are long enough to compare whole states by. (The package comes with
+hivemind.)
 """
 
 import math
@@ -62,8 +63,8 @@ class StageState:
             buffers: Its buffers by name.
             optimizer: The optimizer over (some of) these parameters.
             numbers: What else has to travel along.
-            copy: Whether training goes on while the state is used. Without, tensors on the CPU are shared, which is enough for
-                `digest`.
+            copy: Whether training goes on while the state is used. Without, tensors on the CPU are shared, which is
+                enough for `digest`.
 
         Raises:
             MisconfigurationException: The optimizer keeps something that is neither a tensor nor a plain value.
@@ -92,14 +93,15 @@ class StageState:
     ) -> None:
         """Assign everything to a stage, or nothing.
 
-        Tensors of the optimizer keep the dtype they have here (`Optimizer.load_state_dict` would cast them to the parameter's)
-        and go to the parameter's device, except step counts and the like, which optimizers keep on the CPU.
+        Tensors of the optimizer keep the dtype they have here (`Optimizer.load_state_dict` would cast them to the
+        parameter's) and go to the parameter's device, except step counts and the like, which stay on the CPU unless the
+        optimizer is fused or capturable.
 
         Args:
             parameters: The stage's parameters, overwritten in place.
             buffers: Its buffers, overwritten in place.
-            optimizer: An optimizer over (some of) the parameters; what it kept for them is replaced. Without one the optimizer's
-                state here is left out.
+            optimizer: An optimizer over (some of) the parameters; all that it kept is replaced. Without one, the
+                optimizer's state here is left out.
 
         Raises:
             StateRejected: Says what does not fit or is not finite.
@@ -140,7 +142,7 @@ class StageState:
         return ready
 
     def digest(self) -> str:
-        """A hash over names, dtypes, shapes and bits of parameters, buffers and optimizer state; equal for equal replicas.
+        """A hash over names, dtypes, shapes and bits of parameters, buffers and optimizer state: equal for replicas.
 
         The version and `numbers` are not part of it, nor is the order of the names.
         """
@@ -232,8 +234,8 @@ def _kept(value: Any, what: str, optimizer: Optimizer | None, copy: bool) -> Ten
     if type(value) in _PLAIN:
         return value
     raise MisconfigurationException(
-        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {what}. Only dense tensors, numbers, strings and None "
-        "can be handed to another worker; use an optimizer that keeps its state in those."
+        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {what}. Only dense tensors, numbers, strings "
+        "and None can be handed to another worker; use an optimizer that keeps its state in those."
     )
 
 

@@ -43,7 +43,7 @@ def weighted_buffers(before: Mapping[str, Tensor], now: Mapping[str, Tensor], sa
     Args:
         before: The buffers at the beginning of the step, the same on every replica, in the same order.
         now: The buffers at its end.
-        samples: How many samples this worker's buffers have seen in the step. A worker that saw none need not contribute.
+        samples: How many samples this worker's buffers have seen in the step; without any, it need not contribute.
     """
     parts = [
         _values(now[name]) * samples if _is_averaged(old) else _values(now[name]) - _values(old)

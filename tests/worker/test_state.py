@@ -176,7 +176,7 @@ def test_malformed_headers_are_refused() -> None:
         (header, tensors[:-1]),
         (header, [*tensors, torch.zeros(1)]),
         (header, tensors[::-1]),
-        ({**header, "parameters": {name: b"" for name in header["parameters"]}}, tensors),
+        ({**header, "parameters": dict.fromkeys(header["parameters"], b"")}, tensors),
     ]
     for changed, sent in bad:
         with pytest.raises(StateRejected):
