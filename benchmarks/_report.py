@@ -1,7 +1,7 @@
 """What every benchmark prints: the figures of one run, and their ratios against a goal.
 
-Absolute figures depend on the machine; ratios of figures measured in one run depend on it much less. So goals are set for
-ratios only::
+Absolute figures depend on the machine; ratios of figures measured in one run depend on it much less. So goals are set
+for ratios only::
 
     report = Report("local_pipeline", width=384)
     report.figure("swarm", 5.1, "samples/s")

@@ -4,9 +4,9 @@
 * ``torch.distributed.pipelining`` over gloo: four processes with a thread each, GPipe and 1F1B schedules;
 * ``SwarmStrategy(stages=4)``: four workers with a thread each.
 
-Layers, batch, microbatches, loss and optimizer are the same. Every side runs in a process of its own, one after the other;
-``--rounds`` repeats that, and a ratio is the median of its rounds, because machines get slower and faster over time. The
-first steps of each side are not counted.
+Layers, batch, microbatches, loss and optimizer are the same. Every side runs in a process of its own, one after the
+other; ``--rounds`` repeats that, and a ratio is the median of its rounds, because machines get slower and faster over
+time. The first steps of each side are not counted. Last come the bytes that each peer of the swarm sent.
 
     python benchmarks/local_pipeline.py [--width 384] [--rounds 1] [--steps N] [--sides plain swarm ...] [--json FILE]
 """
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class Stopwatch(pl.Callback):
 
     def step_seconds(self) -> list[float]:
         times = self.done_at[WARM_UP_STEPS - 1 :]
-        return [end - begin for begin, end in zip(times, times[1:], strict=False)]
+        return [end - begin for begin, end in pairwise(times)]
 
 
 def fit(width: int, steps: int, batch_size: int, **options: Any) -> tuple[pl.Trainer, Stopwatch]:
@@ -206,7 +207,7 @@ def gloo_worker(rank: int, side: str, width: int, steps: int, folder: str) -> No
     # The first stage is the last one to finish a step.
     if rank == 0:
         times = done_at[WARM_UP_STEPS - 1 :]
-        seconds = [end - begin for begin, end in zip(times, times[1:], strict=False)]
+        seconds = [end - begin for begin, end in pairwise(times)]
         Path(folder, "result").write_text(json.dumps({"step_seconds": seconds}))
     dist.barrier()
     dist.destroy_process_group()

@@ -9,17 +9,18 @@ see the same machine. A round takes as long as its slowest peer; printed are med
 import argparse
 import asyncio
 import hashlib
-import json
 import multiprocessing as mp
 import statistics
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 import uvloop
+from _report import Report, add_json_argument
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.p2p import P2P, PeerID
 from torch import Tensor
@@ -39,32 +40,35 @@ def main() -> None:
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--codec", default="none", help="of our reduction: none, fp16, bf16 or int8")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
+    add_json_argument(parser)
     arguments = parser.parse_args()
-    rows = [measure(n, arguments.megabytes, arguments.codec, arguments.rounds) for n in arguments.peers]
-    columns = ("peers", "ours, s", "hivemind, s", "ratio", "MB sent a peer", "ideal MB", "over ideal")
-    print(
-        f"\nall-reduce of {arguments.megabytes:g} MB, codec {arguments.codec!r}, median of {arguments.rounds} rounds\n"
-    )
-    print(" | ".join(columns))
-    for row in rows:
-        values = (
-            f"{row['peers']}",
-            f"{row['seconds']:.3f}",
-            f"{row['hivemind_seconds']:.3f}",
-            f"{row['ratio']:.2f}",
-            f"{row['megabytes_sent']:.1f}",
-            f"{row['ideal_megabytes']:.1f}",
-            f"{row['over_ideal']:+.2%}",
+    report = Report("reduction", megabytes=arguments.megabytes, codec=arguments.codec, rounds=arguments.rounds)
+    for n in arguments.peers:
+        row = measure(n, arguments.megabytes, arguments.codec, arguments.rounds)
+        report.figure(f"{n} peers: ours", row.seconds, "s")
+        report.figure(f"{n} peers: hivemind", row.hivemind_seconds, "s")
+        report.figure(
+            f"{n} peers: sent by a peer", row.megabytes_sent, "MB", f"2 (n - 1) / n are {row.ideal_megabytes:g}"
         )
-        print(" | ".join(value.rjust(len(column)) for value, column in zip(values, columns, strict=True)))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"benchmark": "reduction", "megabytes": arguments.megabytes, "rows": rows}, file, indent=2)
+        report.ratio(f"{n} peers: hivemind's time / ours", row.hivemind_seconds / row.seconds, at_least=1.0)
+        least = None if arguments.codec != "none" else 0.97
+        ratio = row.megabytes_sent / row.ideal_megabytes
+        report.ratio(f"{n} peers: sent / 2 (n - 1) / n", ratio, at_least=least, at_most=1.03)
+    report.finish(arguments.json)
 
 
-def measure(n: int, megabytes: float, codec: str, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
+@dataclass(frozen=True)
+class Row:
+    """What was measured with one number of peers."""
+
+    seconds: float
+    hivemind_seconds: float
+    megabytes_sent: float
+    ideal_megabytes: float
+
+
+def measure(n: int, megabytes: float, codec: str, rounds: int) -> Row:
+    """Start the peers, let them reduce in turn with both, end them."""
     context = mp.get_context("spawn")
     length = int(megabytes * 1e6 / 4)
     pipes, processes = [], []
@@ -105,17 +109,7 @@ def measure(n: int, megabytes: float, codec: str, rounds: int) -> dict[str, Any]
         for kind in ("ours", "hivemind")
     )
     sent = max(answer["sent"] for answers in results["ours"][1:] for answer in answers) / 1e6
-    ideal = 2 * (n - 1) / n * length * 4 / 1e6
-    return {
-        "peers": n,
-        "codec": codec,
-        "seconds": seconds,
-        "hivemind_seconds": hivemind_seconds,
-        "ratio": hivemind_seconds / seconds,
-        "megabytes_sent": sent,
-        "ideal_megabytes": ideal,
-        "over_ideal": sent / ideal - 1,
-    }
+    return Row(seconds, hivemind_seconds, sent, 2 * (n - 1) / n * length * 4 / 1e6)
 
 
 def peer(pipe: Connection, rank: int, length: int, codec: str, first: Sequence[Any]) -> None:

@@ -53,6 +53,7 @@ __all__ = [
     "get_dht_time",
     "p2pd_path",
     "p2pd_pb2",
+    "peer_id_bytes",
 ]
 
 
@@ -73,3 +74,11 @@ async def attach(control_maddr: str, directory: str) -> P2P:
 async def connect(p2p: P2P, peer: PeerID, maddrs: list[Multiaddr]) -> None:
     """Dials a peer at these addresses; raises `P2PDaemonError` with libp2p's reason. P2P has no public way to do it."""
     await p2p._client.connect(peer, maddrs)
+
+
+def peer_id_bytes(peer: str) -> bytes:
+    """A peer id's bytes; raises `ValueError` for what cannot be one. p2pd would only say that it cannot parse it."""
+    packed = PeerID.from_base58(peer).to_bytes()
+    if len(packed) < 2 or len(packed) != 2 + packed[1]:
+        raise ValueError(f"{peer!r} is not a peer id.")
+    return packed

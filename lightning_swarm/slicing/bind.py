@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.slicing._compat import FakeTensor, tree_map
+from lightning_swarm.slicing._compat import FakeTensor, tree_flatten, tree_map
+from lightning_swarm.slicing.seeds import seed_everything
 
 
 class _Bound:
@@ -41,10 +42,19 @@ class BoundTensor(_Bound, Tensor):
     """What was drawn at random in front of the split point, and is what the stage before drew behind it."""
 
 
-def bind(stand_in: Tensor, real: Tensor) -> None:
-    """From now on all references to ``stand_in`` mean ``real``."""
+def bind(stand_in: Tensor, real: Tensor, seed: int) -> None:
+    """From now on all references to ``stand_in`` mean ``real``, which arrived when generators were seeded with ``seed``."""
     stand_in.__dict__["_real"] = real
+    stand_in.__dict__["_seed"] = seed
     stand_in.__class__ = BoundGhost if isinstance(stand_in, FakeTensor) else BoundTensor
+
+
+def reseed_if_repeated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Activation checkpointing calls the first module again in the backward pass: it must draw the same numbers."""
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, _Bound):
+            seed_everything(leaf.__dict__["_seed"])
+            return
 
 
 def unbound(structure: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.slicing._compat import tree_flatten
+from lightning_swarm.slicing.batches import leaves_of
 from lightning_swarm.slicing.ghost import Ghosts, buffer_entries, ghosted
 from lightning_swarm.slicing.points import SplitPoint
 from lightning_swarm.slicing.rehearsal import GhostMode, Part
@@ -93,7 +93,7 @@ def _attempt(
             for name, entry in buffer_entries(module).items():
                 tracer.declare(entry.tensor, "buffer", name)
             batch = guide.prepare(batch, tracer, ghosts, device)
-            for position, leaf in enumerate(tree_flatten(batch)[0]):
+            for position, leaf in enumerate(leaves_of(batch)):
                 if isinstance(leaf, Tensor):
                     tracer.declare(leaf, "leaf", position)
             try:
@@ -109,7 +109,7 @@ def _attempt(
 
 
 def _device(module: nn.Module, batch: Any) -> torch.device:
-    tensors: Iterable[Any] = (*tree_flatten(batch)[0], *module.parameters())
+    tensors: Iterable[Any] = (*leaves_of(batch), *module.parameters())
     return next((t.device for t in tensors if isinstance(t, Tensor) and t.device.type != "meta"), torch.device("cpu"))
 
 

@@ -7,7 +7,7 @@ how calls over ghosts are made cheap is in `memo.py`, what happens when one fail
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -17,14 +17,6 @@ from torch import Tensor, nn
 
 from lightning_swarm.slicing.bind import BoundGhost
 from lightning_swarm.slicing._compat import DisableTorchFunction, FakeTensor, FakeTensorMode
-
-
-@dataclass(frozen=True)
-class GhostLeaf:
-    """A tensor of the batch that a stage does not need: only its shape and type travel."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def is_ghost(value: Any) -> TypeGuard[FakeTensor]:
@@ -116,6 +108,58 @@ def put(entry: Entry, tensor: Tensor) -> None:
     kind = "_parameters" if isinstance(entry.tensor, nn.Parameter) else "_buffers"
     for slot in entry.slots:
         getattr(slot.module, kind)[slot.name] = tensor
+
+
+def shield(module: nn.Module) -> None:
+    """Makes ``to``, ``half``, ``cuda`` and the like work on modules with ghosts; torch would try to swap their storage."""
+    for part in module.modules():
+        held = (*part._parameters.values(), *part._buffers.values())
+        if any(is_ghost(tensor) for tensor in held) and "_apply" not in part.__dict__:
+            part.__dict__["_apply"] = _Apply(part)
+
+
+class _Apply:
+    """``Module._apply`` for a module with ghosts."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        part = self.part
+        if recurse:
+            for child in part.children():
+                child._apply(fn)
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        ghosts = [(table, name, tensor) for table in tables for name, tensor in table.items() if is_ghost(tensor)]
+        for table, name, _ in ghosts:
+            table[name] = None
+        try:
+            type(part)._apply(part, fn, recurse=False)
+        finally:
+            for table, name, ghost in ghosts:
+                table[name] = _applied(fn, ghost)
+        return part
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Apply:
+        return _Apply(memo.get(id(self.part), self.part))
+
+
+def _applied(fn: Callable[[Tensor], Tensor], ghost: Tensor) -> Tensor:
+    """What a ghost becomes: another one if its type or device changes, the same one for all places of a tied one."""
+    try:
+        with torch.no_grad():
+            wanted = fn(ghost)
+    except Exception:
+        return ghost  # what needs storage, such as share_memory_, means nothing here
+    if wanted.dtype == ghost.dtype and wanted.device == ghost.device:
+        return ghost
+    known = ghost.__dict__.get("_applied")
+    if known is None or (known.dtype, known.device) != (wanted.dtype, wanted.device):
+        known = wanted.detach()
+        if isinstance(ghost, nn.Parameter):
+            known = nn.Parameter(known, requires_grad=ghost.requires_grad)
+        ghost.__dict__["_applied"] = known
+    return known
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from lightning_swarm.slicing.points import LeafSpec, SplitPoint
-from lightning_swarm.slicing.trace import Call, Kept, Op, Place, Trace, Value
+from lightning_swarm.slicing.trace import Call, Checkpoint, Kept, Op, Place, Trace, Value
 
 Source = tuple[str, str | int]  # ("leaf", position) or ("buffer", name)
 
@@ -215,16 +215,20 @@ class _Reader:
             positions=tuple(positions),
             specs=tuple(spec for spec in specs if spec is not None),
             twins=tuple(twins),
-            held=tuple(self.last[value_index] >= end for value_index in first),
+            held=tuple(call.checkpoint is not None or self.last[value_index] >= end for value_index in first),
             leaves=len(call.leaves),
             flops_before=self.flops_at[index],
             parameters_before=self.parameters_at[index],
             operations_before=self.operations_at[index],
-            obstacles=tuple(self._obstacles(index, alive, set(first))),
+            obstacles=tuple(self._obstacles(index, call, alive, set(first))),
         )
 
-    def _obstacles(self, index: int, alive: set[int], passed: set[int]) -> list[Obstacle]:
+    def _obstacles(self, index: int, call: Call, alive: set[int], passed: set[int]) -> list[Obstacle]:
         found = []
+        if call.checkpoint is Checkpoint.REENTRANT:
+            found.append(Obstacle("it is called by a reentrant checkpoint: use checkpoint(..., use_reentrant=False)", None))
+        elif call.checkpoint is Checkpoint.INSIDE:
+            found.append(Obstacle("it is called inside a function that is checkpointed: checkpoint the module itself", None))
         for value_index in sorted(alive - passed, key=lambda v: self.born.get(v, -1)):
             value = self.trace.values[value_index]
             found.append(Obstacle(f"the value {describe(value)} does not pass through its call", value.place))

@@ -38,6 +38,7 @@ _RESHAPING = frozenset({
     "resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_", "as_strided_",
     "requires_grad_", "detach_", "rename_", "share_memory_", "apply_", "map_", "sparse_resize_",
 })  # fmt: skip
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _CAPACITY = 4096
 _UNKNOWN = object()
 
@@ -46,23 +47,28 @@ class _Kind(enum.Enum):
     DIRECT = enum.auto()
     SPECIAL = enum.auto()
     IN_PLACE = enum.auto()
+    HOOK = enum.auto()
     COMPUTE = enum.auto()
 
 
 class _Recipe:
     """What a call gave: a structure of ghosts, plain values and arguments handed through."""
 
-    __slots__ = ("leaves", "same", "spec")
+    __slots__ = ("grads", "leaves", "same", "spec")
 
     def __init__(self, leaves: list[Any], same: dict[int, int], spec: Any) -> None:
         self.leaves, self.same, self.spec = leaves, same, spec
+        self.grads = [type(leaf) is FakeTensor and leaf.requires_grad for leaf in leaves]
         for index, leaf in enumerate(leaves):
             if type(leaf) is FakeTensor:
                 leaf.__dict__["_recipe"] = (self, index)
 
     def fresh(self) -> bool:
         """Whether nobody changed the ghosts in place since."""
-        return all(leaf._version == 0 for leaf in self.leaves if type(leaf) is FakeTensor)
+        for leaf, grad in zip(self.leaves, self.grads, strict=True):
+            if type(leaf) is FakeTensor and (leaf._version or leaf.requires_grad is not grad):
+                return False
+        return True
 
     def replace(self, index: int, ghost: Tensor) -> None:
         """Serves another ghost from now on."""
@@ -124,6 +130,9 @@ class MemoMode(GhostMode):
         kwargs = kwargs or {}
         if self.asleep or kind is _Kind.DIRECT:
             return func(*args, **kwargs)
+        if kind is _Kind.HOOK:
+            # Memory serves the same ghost again and again; what is hooked to it would pile up.
+            return func(self.ghosts.inner(args[0]) if is_ghost(args[0]) else args[0], *args[1:], **kwargs)
         if kind is _Kind.SPECIAL:
             return super().__torch_function__(func, types, args, kwargs)
         if kind is _Kind.IN_PLACE or "out" in kwargs:
@@ -284,6 +293,8 @@ def _classify(func: Any) -> _Kind:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _Kind.DIRECT
+    if name in _HOOKS:
+        return _Kind.HOOK
     if func in LOOKS or func in BLANKS or func in AFTER_ANOTHER:
         return _Kind.SPECIAL
     in_place = name.endswith("_") and not name.endswith("__")

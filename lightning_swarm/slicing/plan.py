@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_swarm.slicing._compat import tree_flatten
+from lightning_swarm.slicing.batches import leaves_of
 from lightning_swarm.slicing.blueprint import Item, Plan, StagePlan
 from lightning_swarm.slicing.cuts import CutError, choose, named
 from lightning_swarm.slicing.dryrun import Context, dry_run
@@ -199,5 +199,5 @@ def _inventory(module: nn.Module) -> tuple[Item, ...]:
 
 def _samples(batch: Any) -> int:
     """How many samples a batch has: the most frequent first dimension of its tensors."""
-    sizes = Counter(leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    sizes = Counter(leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return max(sizes.most_common(1)[0][0], 1) if sizes else 1

@@ -8,7 +8,7 @@ read what code in front of it noted down (a mask kept on the module), as in the 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.slicing._compat import current_function_mode
 from lightning_swarm.slicing.bind import bind
-from lightning_swarm.slicing.ghost import Entry, Ghosts, is_ghost, put
+from lightning_swarm.slicing.ghost import Entry, Ghosts, is_ghost, parameter_entries, put
 from lightning_swarm.slicing.memo import MemoMode
 from lightning_swarm.slicing.rehearsal import Part
 from lightning_swarm.slicing.undo import Attributes, Changes
@@ -29,7 +29,7 @@ class Prefix:
         module: The user's module.
         ghosts: The stage's maker of ghosts.
         split: The submodules whose calls begin and end the stage; what contains them cannot be skipped.
-        veils: Parameters with the ghosts that hide them.
+        device: Where the stage computes.
 
     """
 
@@ -38,10 +38,12 @@ class Prefix:
         module: nn.Module,
         ghosts: Ghosts,
         split: Iterable[nn.Module],
-        veils: Mapping[str, tuple[Entry, nn.Parameter]],
+        device: torch.device,
     ) -> None:
         self._module = module
-        self._veils = veils
+        self._entries = parameter_entries(module)
+        self._ghosts, self._device = ghosts, device
+        self._veils: dict[str, nn.Parameter] = {}
         self._veiled: list[Entry] = []
         self._mode = _PrefixMode(ghosts, module, self._before_write, lambda part: self._before.add(part))
         self._open = False
@@ -64,8 +66,11 @@ class Prefix:
         # Which modules code in front of the split point stores things on shows the first time.
         self._before = Attributes(self._module.modules() if step not in self._known else self._watched.values())
         for name in veiled:
-            entry, ghost = self._veils[name]
-            put(entry, ghost)
+            entry = self._entries[name]
+            assert isinstance(entry.tensor, nn.Parameter)
+            if name not in self._veils:
+                self._veils[name] = self._ghosts.parameter(entry.tensor, self._device)
+            put(entry, self._veils[name])
             self._veiled.append(entry)
         self._mode.begin()
         self._open = True
@@ -86,11 +91,11 @@ class Prefix:
             self._watched.update((id(part), part) for part in self._before.changed_modules())
         self._journal = [(tensor, before, tensor._version) for tensor, before, _ in self._journal]
 
-    def bind(self, stand_in: Tensor, real: Tensor) -> None:
+    def bind(self, stand_in: Tensor, real: Tensor, seed: int) -> None:
         """Makes all references to a value of the code in front of the split point mean a real tensor."""
         if is_ghost(stand_in):
             self._mode.disown(stand_in)
-        bind(stand_in, real)
+        bind(stand_in, real, seed)
 
     def finish(self) -> None:
         """The step is over, however it ended."""
@@ -175,6 +180,7 @@ class _Forward:
 
     def __init__(self, mode: _PrefixMode, part: Part) -> None:
         self.mode, self.part, self.forward = mode, part, part.forward
+        self.__wrapped__ = part.forward  # models look at their parts' signatures
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.mode.active or self.mode.asleep:

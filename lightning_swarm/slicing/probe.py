@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.slicing._compat import tree_flatten, tree_unflatten
+from lightning_swarm.slicing.batches import leaves_of, replace_leaves
 from lightning_swarm.slicing.dryrun import Context, Guide, StepLeft, dry_run
 from lightning_swarm.slicing.ghost import Entry, Ghosts, parameter_entries, put
 from lightning_swarm.slicing.liveness import read
@@ -42,7 +42,7 @@ def rehearse_stages(
 ) -> StepSignature:
     """The signature, corrected by what playing the stages shows."""
     stages = len(points) + 1
-    everything = tuple(i for i, leaf in enumerate(tree_flatten(run.batch)[0]) if isinstance(leaf, Tensor))
+    everything = tuple(i for i, leaf in enumerate(leaves_of(run.batch)) if isinstance(leaf, Tensor))
     leaves, veiled, speaking = list(signature.batch_leaves), list(signature.veiled), list(signature.speaking)
     # Stages that get the same leaves can be played in one run.
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -90,14 +90,11 @@ class _Play(Guide):
         self.begins = {0: 0}
         self._tracer, self._ghosts, self._device = tracer, ghosts, device
         self._start(0)
-        leaves, spec = tree_flatten(batch)
-        return tree_unflatten(
-            [
-                ghosts.like(leaf, device) if isinstance(leaf, Tensor) and position not in self.given else leaf
-                for position, leaf in enumerate(leaves)
-            ],
-            spec,
-        )
+
+        def hide(position: int, leaf: Any) -> Any:
+            return ghosts.like(leaf, device) if isinstance(leaf, Tensor) and position not in self.given else leaf
+
+        return replace_leaves(batch, hide)
 
     def arrive(self, point: SplitPoint, index: int) -> None:
         stage = len(self.begins)

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.slicing._compat import tree_flatten, tree_map
-from lightning_swarm.slicing.bind import unbound
+from lightning_swarm.slicing._compat import tree_flatten
+from lightning_swarm.slicing.batches import GhostLeaf, replace_leaves
+from lightning_swarm.slicing.bind import reseed_if_repeated, unbound
 from lightning_swarm.slicing.dryrun import Context
 from lightning_swarm.slicing.ghost import (
     Entry,
-    GhostLeaf,
     Ghosts,
     buffer_entries,
     is_ghost,
     parameter_entries,
     put,
+    shield,
 )
 from lightning_swarm.slicing.output import StageOutput
 from lightning_swarm.slicing.plan import Plan, SplitPoint, StepSignature
@@ -88,7 +89,7 @@ class Stage:
             part.register_forward_pre_hook(_Gate(self, name, part), prepend=True, with_kwargs=True)
             for name, part in points.items()
         ]
-        self._prefix = Prefix(module, self._ghosts, list(points.values()), self._veils()) if index else None
+        self._prefix = Prefix(module, self._ghosts, list(points.values()), device) if index else None
 
     def close(self) -> None:
         """Takes hooks and wrappers off the module. Ghosts stay ghosts."""
@@ -139,7 +140,7 @@ class Stage:
         """
         self._check(step, signature, inputs)
         run = _Run(step, signature, list(inputs), seed, [], active=self._begin is None)
-        batch = tree_map(self._ghost_leaf, batch)
+        batch = replace_leaves(batch, self._ghost_leaf)
         self._counts = {}
         self._run = run
         seed_everything(seed)
@@ -162,7 +163,11 @@ class Stage:
     def arrive(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A split point's submodule is called; gives the arguments that it gets instead, if this is where we begin."""
         run = self._run
-        if run is None or (self._prefix is not None and self._prefix.asleep):
+        if run is None:
+            if name == (self._begin and self._begin.module):
+                reseed_if_repeated(args, kwargs)
+            return None
+        if self._prefix is not None and self._prefix.asleep:
             return None
         point = SplitPoint(name, self._counts.get(name, 0))
         self._counts[name] = point.call + 1
@@ -181,7 +186,8 @@ class Stage:
         self._prefix.leave()
         run.active = True
         boundary = run.signature.boundaries[self.index - 1]
-        seed_everything(stage_seed(run.seed, self.index))
+        seed = stage_seed(run.seed, self.index)
+        seed_everything(seed)
         entering = []
         for tensor, spec in zip(run.received, boundary.specs, strict=True):
             leaf = tensor.detach()
@@ -194,7 +200,7 @@ class Stage:
             stand_ins = take(args, kwargs, boundary.positions)[0]
             for stand_in, tensor, held in zip(stand_ins, entering, boundary.held, strict=True):
                 if held:
-                    self._prefix.bind(stand_in, tensor)
+                    self._prefix.bind(stand_in, tensor, seed)
         places = dict(zip(boundary.positions, entering, strict=True))
         places |= {position: entering[index] for position, index in boundary.twins}
         new, count = splice(args, kwargs, places)
@@ -260,6 +266,7 @@ class Stage:
                 put(entry, self._ghosts.like(tensor, self.device))
             else:
                 put(entry, tensor.to(self.device))
+        shield(self.module)
         return parameters, mine.buffers
 
     def _materialise(self, entry: Entry) -> nn.Parameter:
@@ -275,15 +282,7 @@ class Stage:
     def _empty(self, tensor: Tensor) -> Tensor:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self.device)
 
-    def _veils(self) -> dict[str, tuple[Entry, nn.Parameter]]:
-        """Ghosts for those of our parameters that other stages hold too."""
-        return {
-            name: (entry, self._ghosts.parameter(self._parameters[name], self.device))
-            for name, entry in parameter_entries(self.module).items()
-            if name in self._parameters and name in self.plan.shared
-        }
-
-    def _ghost_leaf(self, leaf: Any) -> Any:
+    def _ghost_leaf(self, position: int, leaf: Any) -> Any:
         if isinstance(leaf, GhostLeaf):
             return self._ghosts.empty(leaf.shape, leaf.dtype, self.device)
         return leaf

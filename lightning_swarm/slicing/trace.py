@@ -6,6 +6,7 @@ other, so where a model can be cut is decided, and tested, without running anyth
 
 from __future__ import annotations
 
+import enum
 import linecache
 import os
 import re
@@ -73,6 +74,14 @@ class Op:
     frame: Call | None = None
 
 
+class Checkpoint(enum.Enum):
+    """How a call is made by activation checkpointing, which repeats it in the backward pass."""
+
+    ITSELF = "itself"
+    INSIDE = "inside"
+    REENTRANT = "reentrant"
+
+
 @dataclass(slots=True)
 class Call:
     """A submodule's call: ``leaves`` are its flattened arguments, tensors as values and others as None."""
@@ -84,6 +93,7 @@ class Call:
     parent: Call | None = None
     closed_at: int | None = None
     leaks_numbers: bool = False
+    checkpoint: Checkpoint | None = None
 
 
 @dataclass(slots=True)

@@ -10,13 +10,15 @@ from types import FrameType
 from typing import Any, Iterator
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torchmetrics import Metric
 
 from lightning_swarm.slicing._compat import DisableTorchFunction, TorchDispatchMode, tree_flatten
 from lightning_swarm.slicing.ghost import is_ghost
 from lightning_swarm.slicing.points import LeafSpec
-from lightning_swarm.slicing.trace import Call, Kept, Op, Place, Trace, Value
+from lightning_swarm.slicing.trace import Call, Checkpoint, Kept, Op, Place, Trace, Value
 
 _BLANK = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -25,6 +27,9 @@ _BLANK = {
 _NOT_OURS = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
+
+
+_CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 class Tracer(TorchDispatchMode):
@@ -83,6 +88,7 @@ class Tracer(TorchDispatchMode):
                 leaves=tuple(None if leaf is None else self.index(leaf) for leaf in leaves),
                 specs=tuple(None if leaf is None else LeafSpec.of(leaf) for leaf in leaves),
                 parent=self._frame,
+                checkpoint=_checkpoint(),
             )
         self._counts[module] = call.call + 1
         self._arrived = call
@@ -247,11 +253,28 @@ def _place() -> Place | None:
     return None
 
 
+def _checkpoint() -> Checkpoint | None:
+    """Whether the call that arrives is made by activation checkpointing."""
+    frame: FrameType | None = sys._getframe(1)
+    direct = True
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == _CHECKPOINT:
+            if frame.f_code.co_name == "forward":
+                return Checkpoint.REENTRANT
+            return Checkpoint.ITSELF if direct else Checkpoint.INSIDE
+        direct = direct and name.startswith(_NOT_OURS)
+        frame = frame.f_back
+    return None
+
+
 def _in_a_metric() -> bool:
     """Whether code of torchmetrics is running: it checks its inputs, and hands no numbers on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if os.sep + "torchmetrics" + os.sep in frame.f_code.co_filename:
+            return True
+        if isinstance(frame.f_locals.get("self"), Metric):
             return True
         frame = frame.f_back
     return False

@@ -43,7 +43,7 @@ class _Answering(Stream):
         self._task: asyncio.Task | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._expired = False
-        self._progress: Any = None
+        self._last_progress: tuple[int, int, int] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -142,12 +142,9 @@ class _Answering(Stream):
 
     def check_progress(self) -> None:
         """Ends a stream whose half-sent frame or unread reply has not moved since the last time this was called."""
-        if self.transport is None:
-            return
-        progress = (self.bytes_in, self.transport.get_write_buffer_size())
-        if progress == self._progress and self._task is None and not self.is_clean:
+        if self.progress == self._last_progress and self._task is None and not self.is_clean:
             self.abort()
-        self._progress = progress
+        self._last_progress = self.progress
 
 
 class Answerer:

@@ -14,6 +14,7 @@ from lightning_swarm._compat_hivemind import (
     PeerID,
     ValidationError,
     connect,
+    peer_id_bytes,
 )
 from lightning_swarm.swarm.guard import CallGuard, RecordGuard
 
@@ -32,7 +33,7 @@ def parse_initial_peers(addresses: Sequence[str]) -> list[Multiaddr]:
     for address in addresses:
         try:
             maddr = Multiaddr(str(address).strip())
-            PeerID.from_base58(maddr["p2p"])
+            peer_id_bytes(maddr["p2p"])
         except Exception as error:  # the parser raises whatever its parts raise
             raise MisconfigurationException(
                 f"initial_peers: {str(address)!r} is not the address of a peer. It must look like "

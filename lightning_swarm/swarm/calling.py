@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm._compat_hivemind import PeerID, p2pd_pb2
-from lightning_swarm.swarm.codec import Buffer, Slot
+from lightning_swarm._compat_hivemind import p2pd_pb2, peer_id_bytes
+from lightning_swarm.swarm.codec import CODECS, Buffer, Slot
 from lightning_swarm.swarm.errors import (
     CallerError,
     DeadlineExceeded,
@@ -30,6 +30,7 @@ class _Calling(Stream):
     def __init__(self, context: Context, peer: str) -> None:
         super().__init__(context.limits, context.scratch)
         self.peer = peer
+        self._peer_bytes = peer_id_bytes(peer)
         self._token = context.token_of(peer)
         self._answer: asyncio.Future | None = None
         self.lost: SwarmError | None = None
@@ -55,7 +56,7 @@ class _Calling(Stream):
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(
-                peer=PeerID.from_base58(self.peer).to_bytes(),
+                peer=self._peer_bytes,
                 proto=[protocol],
                 timeout=max(1, math.ceil(deadline_s)),
             ),
@@ -145,6 +146,8 @@ class Caller:
             raise CallerError(
                 f"A call needs a deadline of at most {context.limits.deadline_s:.0f} s; got {deadline_s}."
             )
+        if codec not in CODECS:
+            raise CallerError(f"Unknown codec {codec!r}; known are: {', '.join(CODECS)}.")
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
         buffers, metas = await context.encode(tensors, codec)
@@ -197,10 +200,9 @@ class Caller:
 
     async def _open(self, peer: str, deadline_s: float) -> _Calling:
         try:
-            PeerID.from_base58(peer)
+            stream = _Calling(self._context, peer)
         except ValueError as error:
             raise CallerError(f"{peer!r} is not a peer id.") from error
-        stream = _Calling(self._context, peer)
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: stream, self._context.control_path)
         except (ConnectionError, FileNotFoundError) as error:

@@ -31,9 +31,10 @@ trap '' HUP INT TERM
 exec >/dev/null 2>&1
 read -r _
 kill -9 $!
+wait
 rm -rf "$directory"
 """
-_UNIX_PATH_LIMIT = 100
+_PARENT_LIMIT = 55  # a unix socket's path has at most 107 bytes; ours add 25 for the directory and 27 for the file
 _leases: "weakref.WeakSet[Daemon]" = weakref.WeakSet()
 
 
@@ -65,11 +66,7 @@ class Daemon:
     ) -> None:
         for maddr in host_maddrs:
             _check_free(maddr)
-        parent = str(directory or tempfile.gettempdir())
-        self.directory = tempfile.mkdtemp(
-            prefix="lightning-swarm-",
-            dir=parent if len(parent) < _UNIX_PATH_LIMIT - 40 else "/tmp",
-        )
+        self.directory = _make_directory(directory)
         self.control_path = f"{self.directory}/p2pd.sock"
         self.calls_path = f"{self.directory}/calls.sock"
         self._lease: int | None = None
@@ -194,6 +191,18 @@ class _Output(asyncio.Protocol):
         else:
             lines = self._text.strip().splitlines() or ["it printed nothing"]
             self._ready.set_exception(SwarmError(f"libp2p's daemon p2pd did not start: {lines[-1]}"))
+
+
+def _make_directory(parent: Path | None) -> str:
+    if parent is None:
+        parent = Path(tempfile.gettempdir())
+        if len(str(parent)) > _PARENT_LIMIT:
+            parent = Path("/tmp")
+    elif len(str(parent)) > _PARENT_LIMIT:
+        raise MisconfigurationException(
+            f"runtime_dir: {parent} is too long for unix sockets; at most {_PARENT_LIMIT} bytes."
+        )
+    return tempfile.mkdtemp(prefix="lightning-swarm-", dir=parent)
 
 
 def _check_free(maddr: str) -> None:

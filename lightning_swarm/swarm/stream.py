@@ -42,7 +42,7 @@ class Stream(asyncio.BufferedProtocol):
     def __init__(self, limits: Limits, scratch: memoryview) -> None:
         self.limits = limits
         self.transport: asyncio.Transport | None = None
-        self.bytes_in = 0
+        self.bytes_in = 0  # of frames, since somebody set it to 0
         self._scratch = scratch
         self._partial = bytearray()
         self._wanted = 1
@@ -85,6 +85,12 @@ class Stream(asyncio.BufferedProtocol):
         half_read = self._stage != self._on_prefix or self._partial or self._target is not None
         return not half_read and self.transport is not None and not self.transport.get_write_buffer_size()
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Changes whenever something comes or goes."""
+        unsent = 0 if self.transport is None else self.transport.get_write_buffer_size()
+        return self.bytes_in, len(self._partial), unsent
+
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Queues buffers; those of tensors are not copied and must stay as they are."""
         if self.transport is not None and not self.transport.is_closing():
@@ -118,7 +124,6 @@ class Stream(asyncio.BufferedProtocol):
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.bytes_in += nbytes
         try:
             if self._target is not None and len(self._target) >= _DIRECT_BYTES:
                 self._filled(nbytes)
@@ -146,10 +151,12 @@ class Stream(asyncio.BufferedProtocol):
                 self._partial.clear()
             else:
                 part, data = data[:missing], data[missing:]
+            self.bytes_in += len(part)
             self._stage(part)
 
     def _filled(self, size: int) -> None:
         assert self._target is not None
+        self.bytes_in += size
         if size < len(self._target):
             self._target = self._target[size:]
             return
@@ -173,6 +180,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def _on_hello(self, part: Buffer) -> None:
         self._expect(PREFIX_BYTES, self._on_prefix)
+        self.bytes_in = 0
         self.on_hello(bytes(part))
 
     def _on_prefix(self, part: Buffer) -> None:

@@ -38,7 +38,7 @@ class Accumulator:
         >>> with accumulator.counting("0:0"):
         ...     layer(torch.ones(3, 2)).sum().backward()
         >>> accumulator.flat(["weight", "bias"])[0]
-        tensor([6., 6., 3.])
+        tensor([3., 3., 3.])
         >>> sorted(accumulator.accumulated)
         ['0:0']
     """

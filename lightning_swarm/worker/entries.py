@@ -22,6 +22,8 @@ from lightning_swarm.swarm.errors import CallerError, ProtocolError, SourceFaile
 _CHUNK = 1 << 19
 # A part begins at a multiple of this, so that the blocks of the 8-bit codec are whole.
 _GRAIN = 1 << 8
+# Powers of two that float32 can be multiplied with, and back.
+_MAX_SHIFT = 120
 
 
 class ReductionFailed(SourceFailed):
@@ -80,8 +82,9 @@ def pack(values: Tensor, codec: str) -> list[Tensor]:
     """A chunk's values, contiguous, as an entry; without a copy for the codec ``"none"``."""
     if codec == "none":
         return [values]
-    buffers, meta = encode(values, codec)
-    return [_header(meta), *(torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers)]
+    shift = _shift(values) if codec == "fp16" and values.dtype == torch.float32 else 0
+    buffers, meta = encode(values * 2.0**shift if shift else values, codec)
+    return [_header([meta, shift]), *(torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers)]
 
 
 def unpack(entry: Sequence[Tensor], dtype: torch.dtype, length: int, codec: str) -> Tensor:
@@ -91,14 +94,25 @@ def unpack(entry: Sequence[Tensor], dtype: torch.dtype, length: int, codec: str)
         ProtocolError: It does not hold ``length`` values of this dtype.
     """
     if codec != "none":
-        header = header_of(entry)
-        if not isinstance(header, list) or header[1:2] != [[length]] or any(t.dtype != torch.uint8 for t in entry):
-            raise ProtocolError(f"An entry of a reduction has the header {str(header)[:80]} or is not made of bytes.")
-        entry = [decode(header, b"".join(tensor.numpy().tobytes() for tensor in entry[1:]))]
+        match header_of(entry):
+            case [[_, [int(announced)], *_] as meta, int(shift)] if announced == length and abs(shift) <= _MAX_SHIFT:
+                pass
+            case header:
+                raise ProtocolError(f"An entry of a reduction has the header {str(header)[:80]}.")
+        if any(tensor.dtype != torch.uint8 for tensor in entry):
+            raise ProtocolError("An encoded entry of a reduction is not made of bytes.")
+        values = decode(meta, b"".join(tensor.numpy().tobytes() for tensor in entry[1:]))
+        entry = [values * 2.0**-shift if shift else values]
     if len(entry) != 1 or entry[0].dtype != dtype or entry[0].shape != (length,):
         came = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in entry[:4]]
         raise ProtocolError(f"An entry of a reduction should be {length} values of {dtype}, not {came}.")
     return entry[0]
+
+
+def _shift(values: Tensor) -> int:
+    """The power of two that makes the most of fp16's range, in which gradients such as 1e-7 would be lost."""
+    largest = max(map(abs, torch.stack(values.aminmax()).tolist())) if len(values) else 0.0
+    return min(15 - math.frexp(largest)[1], _MAX_SHIFT) if 0 < largest < math.inf else 0
 
 
 def blame(failure: ReductionFailed) -> list[Tensor]:

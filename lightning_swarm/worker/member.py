@@ -25,7 +25,7 @@ from lightning_swarm.swarm.calls import (
     ReadyRequest,
     StateRequest,
 )
-from lightning_swarm.swarm.errors import CallerError, SwarmError
+from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.worker.executor import Executor, Priority
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _ASK_DEADLINE_S = 30.0
 _PING_EVERY_S = 5.0
+_AGAIN_AFTER_S = 0.5
 _STATE_DEADLINE_S = 600.0
 
 
@@ -138,8 +139,11 @@ class Member:
                 return FinishRequest(self._hosted.request.session, False, reply.action == "end", None)
             assert reply.assignment is not None
             self.service.finished = asyncio.get_running_loop().create_future()
-            await self._take(trainer, Assignment.from_dict(reply.assignment))
-            finish = await self._until_finished(trainer)
+            taking = asyncio.create_task(self._take(trainer, Assignment.from_dict(reply.assignment)))
+            try:
+                finish = await self._until_finished(trainer, taking)
+            finally:
+                taking.cancel()
             if not finish.reassign:
                 return finish
 
@@ -179,9 +183,17 @@ class Member:
             _narrow(hosted.optimizer, self._names, server.stage.owned_parameters())
         self.service.begin(server, hosted.optimizer)
         state = await self._download(assignment)
-        version = await self.service.load(state)
-        ready = ReadyRequest(assignment.session, assignment.plan_version, assignment.stage, version)
-        await self._node.call(trainer, "ready", ready.to_dict(), deadline_s=_ASK_DEADLINE_S)
+        await self.service.load(state)
+        while True:
+            version = server.version
+            ready = ReadyRequest(assignment.session, assignment.plan_version, assignment.stage, version or 0)
+            try:
+                await self._node.call(trainer, "ready", ready.to_dict(), deadline_s=_ASK_DEADLINE_S)
+                return
+            except PeerStale:
+                # A commit may have come while we asked; if none has, we are where the swarm is not.
+                if server.version == version:
+                    raise
 
     async def _download(self, assignment: Assignment) -> StageState:
         request = StateRequest(assignment.session, assignment.plan_version, assignment.stage)
@@ -197,16 +209,31 @@ class Member:
                 problems.append(f"{donor}: {error}")
         raise SwarmError(f"Nobody could give the state of stage {assignment.stage}: {'; '.join(problems)}")
 
-    async def _until_finished(self, trainer: str) -> FinishRequest:
-        """Wait for the end of the session; look after the trainer when it is silent."""
+    async def _until_finished(self, trainer: str, taking: asyncio.Task[None]) -> FinishRequest:
+        """Wait for the end of the session; look after the trainer when it is silent.
+
+        A stage that could not be taken (no donor is left, the swarm went on without us) is a reason to ask for another.
+        """
         finished = self.service.finished
         assert finished is not None
         loop = asyncio.get_running_loop()
         heard = loop.time()
+        again = FinishRequest(self._hosted.request.session, True, False, None)
         while True:
-            done, _ = await asyncio.wait([finished], timeout=_PING_EVERY_S)
-            if done:
+            await asyncio.wait(
+                {finished, *({taking} if not taking.done() else ())},
+                timeout=_PING_EVERY_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if finished.done():
                 return finished.result()
+            if taking.done():
+                error = taking.exception()
+                if isinstance(error, SwarmError):
+                    log.warning("This worker could not take its stage and asks for another: %s", error)
+                    await asyncio.sleep(_AGAIN_AFTER_S)
+                    return again
+                taking.result()
             heard = max(heard, self.service.last_call_s)
             if loop.time() - heard < _PING_EVERY_S:
                 continue
@@ -215,7 +242,7 @@ class Member:
                 heard = loop.time()
                 if not answer["member"]:
                     log.warning("The trainer has given this worker up; it joins again.")
-                    return FinishRequest(self._hosted.request.session, True, False, None)
+                    return again
             except SwarmError as error:
                 if loop.time() - heard > self._trainer_timeout_s:
                     raise TrainerGone(f"The trainer has been silent for {loop.time() - heard:.0f} s", trainer) from error

@@ -86,7 +86,7 @@ async def all_reduce(
         executor: Where to add and encode, instead of the event loop's default threads.
 
     Returns:
-        The sum, bit-identical at all members. In a group of one it may be ``vector`` itself.
+        The sum, bit-identical at all members, in memory of its own.
 
     Raises:
         ReductionFailed: Names the member that did not deliver. The attempt is lost for all members then.
@@ -108,9 +108,10 @@ class _Reduction:
             raise CallerError(f"Cannot sum a {vector.dtype} tensor of shape {tuple(vector.shape)} on {vector.device}.")
         if codec != "none" and vector.dtype == torch.float64:
             raise CallerError(f"A reproducible sum needs the codec 'none': {codec!r} rounds what each worker sends.")
-        self._vector, self._codec, self._prefix, self._me = vector, codec, prefix, me
+        self._vector, self._prefix, self._me = vector, prefix, me
         # Everybody begins with another peer, so that not all ask the same one first.
         self._others = peers[peers.index(me) + 1 :] + peers[: peers.index(me)]
+        self._codec = codec if self._others else "none"
         self._contributors = [member.peer for member in group.members if member.contributes]
         self._chunks = chunks(group, len(vector))
         self._wide = torch.promote_types(vector.dtype, torch.float32)

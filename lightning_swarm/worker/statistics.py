@@ -29,7 +29,7 @@ def squared_norm(*gradients: Tensor) -> float:
         whole = len(flat) - len(flat) % _BLOCK
         rows = flat[:whole].view(-1, _BLOCK)
         buffer = torch.empty(min(_BLOCKS_AT_ONCE, len(rows)), _BLOCK, dtype=torch.float64, device=flat.device)
-        partial = [flat[whole:].double().square_().sum().view(1)]
+        partial = [flat[whole:].double().square().sum().view(1)]
         for some in rows.split(_BLOCKS_AT_ONCE):
             squares = buffer[: len(some)].copy_(some).square_()
             partial.append(squares.sum(dim=1))

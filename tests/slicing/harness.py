@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_swarm.slicing.batches import replace_leaves
 from lightning_swarm.slicing.plan import Plan, StepSignature, make_plan
 from lightning_swarm.slicing.stage import GhostLeaf, Stage, StageOutput, replay_seed
 
@@ -76,14 +76,13 @@ class Comparison:
 
 def only(batch: Any, positions: Sequence[int]) -> Any:
     """The batch as a stage gets it: the tensors that it does not need are ghosts."""
-    leaves, spec = tree_flatten(batch)
-    return tree_unflatten(
-        [
-            GhostLeaf(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) and i not in positions else leaf
-            for i, leaf in enumerate(leaves)
-        ],
-        spec,
-    )
+
+
+    def hide(position: int, leaf: Any) -> Any:
+        hidden = isinstance(leaf, Tensor) and position not in positions
+        return GhostLeaf(tuple(leaf.shape), leaf.dtype) if hidden else leaf
+
+    return replace_leaves(batch, hide)
 
 
 def reseed(seed: int) -> None:

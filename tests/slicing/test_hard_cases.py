@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
+import types
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -13,11 +16,12 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_swarm.slicing.plan import CutError, make_plan, make_signature
 
 from .harness import SEED, Pipeline, compare, reseed
-from .zoo import CNN, GPT
+from .zoo import CNN, GPT, MLP
 
 
 @pytest.fixture(autouse=True)
@@ -454,3 +458,104 @@ def test_a_module_on_the_meta_device_is_planned_and_materialised_by_stage() -> N
                 parameter.copy_(weights[name])
     real.__dict__["log"] = lambda *args, **kwargs: None
     assert torch.equal(pipeline.step(batch), real.training_step(batch, 0))
+
+
+# -- activation checkpointing, mixed precision, frozen parts
+
+
+class Checkpointed(Base):
+    """Repeats its layers in the backward pass, dropout included."""
+
+    def __init__(self, reentrant: bool = False, wrapped: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.5), nn.Tanh()) for _ in range(4))
+        self.reentrant, self.wrapped = reentrant, wrapped
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            function = (lambda x, layer=layer: layer(x)) if self.wrapped else layer
+            x = checkpoint(function, x, use_reentrant=self.reentrant)
+        return x
+
+
+def test_checkpointed_layers_draw_the_same_numbers_when_they_are_repeated() -> None:
+    module = Checkpointed()
+    batch = module.batch()
+    plan = make_plan(module, batch, ["layers.1", "layers.3"])
+    repeating, plain = Pipeline(module, plan), Pipeline(module, plan)
+    for stage in plain.stages:
+        stage.module.body = types.MethodType(Base.body, stage.module)
+    assert torch.equal(repeating.step(batch), plain.step(batch))
+    for name, gradient in plain.gradients().items():
+        assert gradient is not None and torch.equal(gradient, repeating.gradients()[name]), name
+
+
+@pytest.mark.parametrize(("options", "reason"), [((True,), "use_reentrant=False"), ((False, True), "the module itself")])
+def test_checkpoints_that_cannot_be_cut_are_refused(options: tuple[bool, ...], reason: str) -> None:
+    with pytest.raises(CutError, match=f'Stage 1 cannot begin at "layers.1": .*{reason}'):
+        make_plan(Checkpointed(*options), Base.batch(), ["layers.1"])
+
+
+def test_mixed_precision_crosses_as_it_is_computed() -> None:
+    module = MLP()
+    batch = module.batch()
+    context = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    plan = make_plan(module, batch, ["net.3", "net.5"], context=context)
+    assert plan.signatures["training_step"].boundaries[0].specs[0].dtype is torch.bfloat16
+    pipeline = Pipeline(module, plan)
+    with context():
+        loss = pipeline.step(batch)["loss"]
+        expected = module.training_step(batch, 0)["loss"]
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for name, parameter in module.named_parameters():
+        assert torch.equal(pipeline.gradients()[name], parameter.grad), name
+
+
+def test_nothing_flows_back_into_frozen_stages() -> None:
+    module = GPT()
+    for part in (module.embedding, module.blocks[0], module.blocks[1]):
+        part.requires_grad_(False)
+    module.position.requires_grad_(False)
+    outcome = compare(module, module.batch(), ["blocks.1", "blocks.3"])
+    wants = [b.specs[0].requires_grad for b in outcome.plan.signatures["training_step"].boundaries]
+    assert wants == [False, True]
+
+
+# -- other batches, other containers
+
+
+def test_a_batch_in_a_mapping_of_its_own_kind() -> None:
+    class Batch(UserDict):
+        pass
+
+    class FromMapping(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.head(self.body(batch["x"])), batch["y"])
+
+    x, y = Base.batch()
+    outcome = compare(FromMapping(), Batch(x=x, y=y, name="text"), 3)
+    assert outcome.plan.signatures["training_step"].batch_leaves == ((0,), (), (1,))
+
+
+def test_transformer_layers_of_torch_in_training_and_evaluation() -> None:
+    class Encoder(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 4)
+
+        def body(self, x: Tensor) -> Tensor:
+            return self.encoder(self.embed(x)[:, None])[:, 0]
+
+        validation_step = Base.training_step
+
+    module = Encoder()
+    batch = module.batch()
+    outcome = compare(module, batch, 3)
+    signature = make_signature(module, batch, outcome.plan, "validation_step")
+    for part in [module, *(stage.module for stage in outcome.pipeline.stages)]:
+        part.eval()
+    with torch.no_grad():
+        assert torch.equal(outcome.pipeline.step(batch, "validation_step", signature), module.validation_step(batch, 0))

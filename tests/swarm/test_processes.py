@@ -26,12 +26,6 @@ def end_input(peer: PeerProcess) -> None:
     assert peer.process.wait(20) == 0
 
 
-def test_a_closed_peer_leaves_nothing(peer: PeerProcess) -> None:
-    assert len(peer.daemons()) == 2 and Path(peer.directory).exists()
-    end_input(peer)
-    assert peer.is_gone(0.1)
-
-
 @pytest.mark.parametrize("peer", [{"run_id": "abandon"}], indirect=True)
 def test_a_script_that_ends_without_closing_leaves_nothing(peer: PeerProcess) -> None:
     end_input(peer)
@@ -55,7 +49,8 @@ def test_a_killed_peer_leaves_nothing_and_its_callers_know_at_once(peer: PeerPro
         assert not peer.child or Path(f"/proc/{peer.child}").exists()
 
 
-def test_ctrl_c_interrupts_the_script_and_not_its_network(peer: PeerProcess) -> None:
+def test_ctrl_c_interrupts_the_script_and_not_its_network_and_a_closed_peer_leaves_nothing(peer: PeerProcess) -> None:
+    assert len(peer.daemons()) == 2 and Path(peer.directory).exists()
     os.killpg(peer.process.pid, signal.SIGINT)
     assert peer.process.stdout is not None and peer.process.stdout.readline() == "interrupted\n"
     with Node(run_id="processes", initial_peers=peer.maddrs) as node:

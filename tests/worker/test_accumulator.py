@@ -230,3 +230,11 @@ def test_reset_begins_a_new_step() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
     _accumulate(module, accumulator, [0])
     assert accumulator.accumulated == {"0:0"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_measuring_a_gradient_leaves_it_as_it_is(dtype: torch.dtype) -> None:
+    gradient = torch.randn(70_001, dtype=dtype)
+    before = gradient.clone()
+    squared_norm(gradient)
+    assert torch.equal(gradient, before)

@@ -145,6 +145,14 @@ def test_values_that_are_not_finite_survive_every_codec(codec: str, value: float
     assert all(not math.isfinite(squared_norm(result)) for result in results)
 
 
+@pytest.mark.parametrize("scale", [1e-38, 1e-9, 1e9, 1e37])
+def test_fp16_keeps_gradients_of_any_size(scale: float) -> None:
+    vectors = [vector * scale for vector in vectors_of(2, 5000)]
+    results = asyncio.run(Loopback(group_of(2)).reduce_all(vectors, codec="fp16"))
+    expected = (vectors[0].double() + vectors[1]) / scale
+    assert all((result / scale - expected).norm() < 2e-3 * expected.norm() for result in results)
+
+
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_a_member_sends_as_little_as_possible(n: int) -> None:
     length = 100_003
