@@ -74,18 +74,38 @@ def interpreter_bytes() -> int:
     return memory_bytes("VmRSS")
 
 
+class Memory(pl.Callback):
+    """Leaves the figures of a peer in ``folder`` when its Lightning call ends: workers get no further in the script."""
+
+    def __init__(self, folder: Path, interpreter: int) -> None:
+        self.folder, self.interpreter = folder, interpreter
+
+    def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        parameters = dict(module.named_parameters())
+        held = {n: p for n, p in parameters.items() if not isinstance(p.data, FakeTensor) and not p.is_meta}
+        figures = {
+            "role": "trainer" if trainer.is_global_zero else "worker",
+            "interpreter": self.interpreter,
+            "peak": memory_bytes("VmHWM"),
+            "model": sum(p.numel() * p.element_size() for p in parameters.values()),
+            "parameters": sum(p.nbytes for p in held.values()),
+            "first": next(iter(held), ""),
+        }
+        Path(self.folder, f"{os.getpid()}.json").write_text(json.dumps(figures))
+
+
 def run(total_bytes: float, fit: bool, folder: Path) -> None:
-    """What every peer runs; a worker leaves its figures in ``folder``."""
+    """What every peer runs."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*LeafSpec.*")
-    interpreter = interpreter_bytes()
+    memory = Memory(folder, interpreter_bytes())
     pl.seed_everything(0, verbose=False)
-    model = Large(total_bytes)
     trainer = pl.Trainer(
         strategy=SwarmStrategy(stages=STAGES),
         accelerator="cpu",
         max_epochs=1,
+        callbacks=[memory],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -93,21 +113,9 @@ def run(total_bytes: float, fit: bool, folder: Path) -> None:
     )
     data = DataLoader(TensorDataset(torch.ones(BATCHES * BATCH_SIZE, 1)), batch_size=BATCH_SIZE)
     if fit:
-        trainer.fit(model, data)
+        trainer.fit(Large(total_bytes), data)
     else:
-        trainer.validate(model, data, verbose=False)
-    held = [
-        name for name, value in model.named_parameters() if not isinstance(value.data, FakeTensor) and not value.is_meta
-    ]
-    figures = {
-        "role": "trainer" if trainer.is_global_zero else "worker",
-        "interpreter": interpreter,
-        "peak": memory_bytes("VmHWM"),
-        "model": sum(value.numel() * value.element_size() for value in model.parameters()),
-        "parameters": sum(model.get_parameter(name).nbytes for name in held),
-        "first": held[0],
-    }
-    Path(folder, f"{os.getpid()}.json").write_text(json.dumps(figures))
+        trainer.validate(Large(total_bytes), data, verbose=False)
 
 
 def measure(total_bytes: float, fit: bool, file: Path | None) -> None:

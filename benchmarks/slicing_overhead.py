@@ -1,8 +1,8 @@
 """What slicing costs: the stages of a GPT run in turn in one process, against the whole step.
 
-Every stage runs the user's step from its beginning, over ghosts until its split point; this measures what that adds. Both
-sides do the same microbatch, forward and backward, alternating so that a busy machine hits both, and the ratio is the
-median of the pairs' ratios.
+Every stage runs the user's step from its beginning, over ghosts until its split point; this measures what that adds.
+Both sides do the same microbatch, forward and backward, alternating so that a busy machine hits both, and the ratio
+is the median of the pairs' ratios.
 
     python benchmarks/slicing_overhead.py --width 64 --json overhead.json
 """
@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_swarm.slicing.plan import Plan, make_plan
-from lightning_swarm.slicing.stage import Stage, replay_seed
+from lightning_swarm.slicing.stage import Stage, StageOutput, replay_seed
 
 VOCABULARY = 256
 
@@ -73,7 +73,8 @@ class Slices:
 
     def __call__(self, batch: tuple[Tensor, Tensor], step: int) -> Tensor:
         """One microbatch through all stages, forward and backward."""
-        outputs, received = [], []
+        outputs: list[StageOutput] = []
+        received: list[Tensor] = []
         for stage in self.stages:
             self._begun = time.perf_counter()
             outputs.append(
@@ -100,7 +101,7 @@ def measure(width: int, layers: int, length: int, samples: int, stages: int, pai
     """Times pairs of whole step and slices."""
     torch.manual_seed(0)
     module = GPT(width, layers, length)
-    batch = tuple(torch.randint(0, VOCABULARY, (samples, length)) for _ in range(2))
+    batch = torch.randint(0, VOCABULARY, (samples, length)), torch.randint(0, VOCABULARY, (samples, length))
     plan = make_plan(module, batch, stages)
     print(plan, end="\n\n")
     slices = Slices(module, plan)

@@ -1,8 +1,8 @@
 """Where to cut a model into stages: an exact choice among the places where it can be cut.
 
-Pure numbers in, indices out (design 2.4). The slowest stage decides a pipeline's speed, so its FLOPs come first; among the
-choices that are equal there the one with the fewest bytes on the wire wins, then the one in which more stages own
-parameters.
+Pure numbers in, indices out (design 2.4). The slowest stage decides a pipeline's speed, so its FLOPs come first;
+among the choices that are equal there the one with the fewest bytes on the wire wins, then the one in which more
+stages own parameters.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 What the real swarm does is done here in simulated time, by the same policy objects:
 
 * The trainer sends a microbatch along a route of :class:`StochasticWiring` and keeps as many in flight as that asks for.
-* A worker runs one pass at a time, backward passes first. The activation goes to the next worker as soon as it exists, its gradient comes back;
+* A worker runs one pass at a time: backward passes first, and of each kind the microbatch that was sent off first (in order of arrival,
+  deep pipelines lose some 5 % since old microbatches hold places of those in flight). The activation goes to the next worker as soon as it exists, its gradient comes back;
   the last stage runs both passes at once. A transfer occupies the sender's uplink for its bytes and arrives a latency later.
 * A step is a number of microbatches, then reduction and commit. Moved and joining workers begin to serve between two steps.
 * When a worker is killed, whatever it was asked for or has accumulated in the step goes to another worker of its stage, which
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from lightning_swarm.policies.banning import BanList, Cause
 from lightning_swarm.policies.deadlines import Deadlines
@@ -91,6 +92,7 @@ class _Task:
 
 @dataclass(slots=True, eq=False)
 class _Microbatch:
+    number: int
     tasks: list[_Task] = field(default_factory=list)
     missing: int = 0
 
@@ -109,8 +111,8 @@ class SimulatedWorker:
     serving: bool = True
     moving_to: int | None = None
     current: _Task | None = None
-    forwards: deque[tuple[_Task, int]] = field(default_factory=deque)
-    backwards: deque[tuple[_Task, int]] = field(default_factory=deque)
+    forwards: list[tuple[int, int, _Task]] = field(default_factory=list)
+    backwards: list[tuple[int, int, _Task]] = field(default_factory=list)
     held: dict[_Task, None] = field(default_factory=dict)
     uplink_free_s: float = 0.0
     busy_s: float = 0.0
@@ -176,7 +178,7 @@ class SwarmSimulation:
         self.finished = self.steps = self.repeated = 0
         self._generator = random.Random(seed)
         self._in_step: dict[_Microbatch, None] = {}
-        self._issued = self._in_flight = self._target = self._target_age = 0
+        self._number = self._issued = self._in_flight = self._target = self._target_age = 0
         self._arrivals: list[SimulatedWorker] = []
         self._unassigned: list[_Task] = []
         self._stop_after: int | None = None
@@ -302,7 +304,8 @@ class SwarmSimulation:
             self._target_age -= 1
             self._issued += 1
             self._in_flight += 1
-            microbatch = _Microbatch(missing=settings.stages)
+            self._number += 1
+            microbatch = _Microbatch(self._number, missing=settings.stages)
             self._in_step[microbatch] = None
             for stage, name in enumerate(route):
                 task = _Task(microbatch, stage, self.workers[name])
@@ -469,14 +472,14 @@ class SwarmSimulation:
     def _input_arrives(self, task: _Task, attempt: int) -> None:
         if task.attempt == attempt and not task.has_input:
             task.has_input = True
-            task.worker.forwards.append((task, attempt))
+            heappush(task.worker.forwards, (task.microbatch.number, attempt, task))
             self._start(task.worker)
 
     def _gradient_arrives(self, task: _Task, attempt: int) -> None:
         if task.attempt == attempt and not task.has_gradient:
             task.has_gradient = True
             if task.forward_done:
-                task.worker.backwards.append((task, attempt))
+                heappush(task.worker.backwards, (task.microbatch.number, attempt, task))
                 self._start(task.worker)
 
     def _start(self, worker: SimulatedWorker) -> None:
@@ -486,7 +489,7 @@ class SwarmSimulation:
         settings = self.settings
         while worker.backwards or worker.forwards:
             backward = bool(worker.backwards)
-            task, attempt = worker.backwards.popleft() if backward else worker.forwards.popleft()
+            _, attempt, task = heappop(worker.backwards if backward else worker.forwards)
             if task.attempt != attempt:
                 continue
             last = task.stage == settings.stages - 1
@@ -522,7 +525,7 @@ class SwarmSimulation:
                 if not tasks[stage + 1].has_input:
                     self._send(worker, tasks[stage + 1], self._input_arrives)
                 if task.has_gradient:
-                    worker.backwards.append((task, attempt))
+                    heappush(worker.backwards, (task.microbatch.number, attempt, task))
         self._start(worker)
 
     def _send(self, worker: SimulatedWorker, task: _Task, arrive) -> None:  # type: ignore[no-untyped-def]

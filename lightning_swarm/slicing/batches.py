@@ -1,7 +1,7 @@
 """The leaves of a batch, also of one whose containers torch's pytree does not know.
 
-Positions are those of ``tree_flatten(batch)`` where that sees all tensors. Other mappings (a tokenizer's ``BatchEncoding``)
-and dataclasses, which it takes for leaves, are opened in place.
+Positions are those of ``tree_flatten(batch)`` where that sees all tensors. Other mappings (a tokenizer's
+``BatchEncoding``) and dataclasses, which it takes for leaves, are opened in place.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ class GhostLeaf:
 def leaves_of(batch: Any) -> list[Any]:
     """All leaves, tensors and others, in order."""
     found: list[Any] = []
-    replace_leaves(batch, lambda position, leaf: found.append(leaf) or leaf)
+
+    def see(position: int, leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    replace_leaves(batch, see)
     return found
 
 
 def replace_leaves(batch: Any, function: Callable[[int, Any], Any]) -> Any:
-    """The batch with ``function(position, leaf)`` in place of every leaf; containers that stay the same stay the same object."""
+    """The batch with ``function(position, leaf)`` for every leaf; a container without changes stays the same object."""
     return _Walk(function).rebuild(batch)
 
 

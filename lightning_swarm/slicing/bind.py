@@ -1,19 +1,24 @@
 """Ghosts that become real: the enclosing code's own references to what crosses a split point.
 
-Replacing the arguments of the split point's call is not enough. Code around it may hold the same tensor in a variable and
-use it after the call: a residual connection, encoder states that go to every decoder layer. So the ghost object itself is
-bound to the tensor received, by giving it a class whose operations work on that tensor instead.
+Replacing the arguments of the split point's call is not enough. Code around it may hold the same tensor in a variable
+and use it after the call: a residual connection, encoder states that go to every decoder layer. So the ghost object
+itself is bound to the tensor received, by giving it a class whose operations work on that tensor instead.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_swarm.slicing._compat import FakeTensor, tree_flatten, tree_map
 from lightning_swarm.slicing.seeds import seed_everything
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class _Bound:
@@ -21,17 +26,13 @@ class _Bound:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if not torch.is_grad_enabled() and in_custom_function():
+            # Autograd took the ghost for the input, not the tensor received: gradients would be lost in silence.
+            raise RuntimeError(
+                "a torch.autograd.Function was applied to a value that crosses a split point and is used again after "
+                "the call that begins the stage; begin the stage at another call"
+            )
         return func(*unbound(tuple(args)), **unbound(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        # Autograd would follow the ghost's graph, not that of the tensor received: gradients would be lost in silence.
-        raise RuntimeError(
-            f"{func} was called past torch's overrides (as torch.autograd.Function does) with a value that crosses a split "
-            "point and is used again after the call that begins the stage; begin the stage at another call"
-        )
 
 
 class BoundGhost(_Bound, FakeTensor):
@@ -42,9 +43,19 @@ class BoundTensor(_Bound, Tensor):
     """What was drawn at random in front of the split point, and is what the stage before drew behind it."""
 
 
-def bind(stand_in: Tensor, real: Tensor, seed: int) -> None:
-    """From now on all references to ``stand_in`` mean ``real``, which arrived when generators were seeded with ``seed``."""
-    stand_in.__dict__["_real"] = real
+def in_custom_function() -> bool:
+    """Whether the forward of a ``torch.autograd.Function`` is running. It runs without gradients, so ask only then."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def bind(stand_in: Tensor, tensor: Tensor, seed: int) -> None:
+    """From now on all references to ``stand_in`` mean ``tensor``; ``seed`` is how generators were seeded when it came."""
+    stand_in.__dict__["_real"] = tensor
     stand_in.__dict__["_seed"] = seed
     stand_in.__class__ = BoundGhost if isinstance(stand_in, FakeTensor) else BoundTensor
 
@@ -57,6 +68,11 @@ def reseed_if_repeated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             return
 
 
+def real(leaf: Any) -> Any:
+    """The real tensor if this is bound to one, else the very object."""
+    return leaf.__dict__["_real"] if isinstance(leaf, _Bound) else leaf
+
+
 def unbound(structure: Any) -> Any:
     """The structure with the real tensors in place of those bound to them."""
-    return tree_map(lambda leaf: leaf.__dict__["_real"] if isinstance(leaf, _Bound) else leaf, structure)
+    return tree_map(real, structure)

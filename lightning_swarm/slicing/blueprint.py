@@ -88,15 +88,17 @@ class Plan:
         sizes = {item.name: _numel(item.shape) for item in self.inventory}
         for stage in self.stages:
             count = sum(sizes[name] for name in stage.parameters)
-            rows.append((
-                str(stage.index),
-                str(stage.begins_at or "the step"),
-                _in_few_words(stage.modules),
-                f"{count:,}",
-                f"{100 * stage.flops / total:.1f} %",
-                _bytes(stage.bytes_in),
-                _bytes(stage.bytes_out),
-            ))
+            rows.append(
+                (
+                    str(stage.index),
+                    str(stage.begins_at or "the step"),
+                    _in_few_words(stage.modules),
+                    f"{count:,}",
+                    f"{100 * stage.flops / total:.1f} %",
+                    _bytes(stage.bytes_in),
+                    _bytes(stage.bytes_out),
+                )
+            )
         lines = _aligned(rows, left=(1, 2))
         for name, held in self.shared.items():
             lines.append(f"{name} is shared by stages {', '.join(str(index) for index in held)}")

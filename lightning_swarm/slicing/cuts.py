@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from itertools import pairwise
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -69,12 +70,12 @@ def named(facts: Facts, points: Sequence[SplitPoint], step: str, module: nn.Modu
             more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
             raise CutError(f'Stage {stage} cannot begin at "{point}": {reasons[0]}{more}. {_can_begin_at(facts)}')
         cuts.append(cut)
-    for before, after in zip(cuts, cuts[1:], strict=False):
+    for before, after in pairwise(cuts):
         if before.index >= after.index:
             order = ", ".join(str(cut.point) for cut in sorted(cuts, key=lambda cut: cut.index))
             raise CutError(
-                f'"{after.point}" cannot begin the stage after "{before.point}": stages are named in the order in which '
-                f"{step} calls them, each once. That order is: {order}."
+                f'"{after.point}" cannot begin the stage after "{before.point}": stages are named in the order in '
+                f"which {step} calls them, each once. That order is: {order}."
             )
     return cuts
 

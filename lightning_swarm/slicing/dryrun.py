@@ -151,7 +151,9 @@ def _watched_calls(module: nn.Module, tracer: Tracer, mode: GhostMode, guide: Gu
     for name, part in module.named_modules():
         if not name:
             continue
-        handles.append(part.register_forward_pre_hook(_Enter(name, tracer, mode, guide), prepend=True, with_kwargs=True))
+        handles.append(
+            part.register_forward_pre_hook(_Enter(name, tracer, mode, guide), prepend=True, with_kwargs=True)
+        )
         wrapped.append((part, part.__dict__.get("forward")))
         part.__dict__["forward"] = _Forward(Part.of(part, total), tracer, mode)
     try:

@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.slicing.bind import BoundGhost
 from lightning_swarm.slicing._compat import DisableTorchFunction, FakeTensor, FakeTensorMode
+from lightning_swarm.slicing.bind import BoundGhost
 
 
 def is_ghost(value: Any) -> TypeGuard[FakeTensor]:
@@ -111,7 +111,7 @@ def put(entry: Entry, tensor: Tensor) -> None:
 
 
 def shield(module: nn.Module) -> None:
-    """Makes ``to``, ``half``, ``cuda`` and the like work on modules with ghosts; torch would try to swap their storage."""
+    """Makes ``to``, ``half``, ``cuda`` work on modules with ghosts; torch would try to swap their storage."""
     for part in module.modules():
         held = (*part._parameters.values(), *part._buffers.values())
         if any(is_ghost(tensor) for tensor in held) and "_apply" not in part.__dict__:

@@ -87,6 +87,7 @@ class _Reader:
         self.storages: dict[int, _Storage] = defaultdict(_Storage)
         self.born: dict[int, int] = {}
         self.last: dict[int, int] = {}
+        self.last_custom: dict[int, int] = {}
         self.leaks: list[tuple[int, Op, Call | None]] = []
         self.seen_ghost = False
         self.flops_at: list[float] = []
@@ -142,6 +143,8 @@ class _Reader:
         crosses = (different and not op.blank) or late
         for value_index in op.reads:
             self.last[value_index] = index
+            if op.custom:
+                self.last_custom[value_index] = index
         if crosses or different:
             self._needs(index, op.reads, self.facts.source_uses)
         if op.looks:
@@ -172,10 +175,9 @@ class _Reader:
                 where.append((index, storage.sources))
 
     def _buffers_in(self, storage: int) -> list[str]:
-        return [key for kind, key in self.storages[storage].sources if kind == "buffer" and self._home(storage, key)]
-
-    def _home(self, storage: int, key: str | int) -> bool:
-        return any(v.storage == storage and v.kind == "buffer" and v.key == key for v in self.trace.values)
+        return [
+            str(value.key) for value in self.trace.values if value.kind == "buffer" and value.storage == storage
+        ]
 
     def _values(self, indices: tuple[int, ...]) -> list[Value]:
         return [self.trace.values[index] for index in indices]
@@ -226,12 +228,21 @@ class _Reader:
     def _obstacles(self, index: int, call: Call, alive: set[int], passed: set[int]) -> list[Obstacle]:
         found = []
         if call.checkpoint is Checkpoint.REENTRANT:
-            found.append(Obstacle("it is called by a reentrant checkpoint: use checkpoint(..., use_reentrant=False)", None))
+            found.append(
+                Obstacle("it is called by a reentrant checkpoint: use checkpoint(..., use_reentrant=False)", None)
+            )
         elif call.checkpoint is Checkpoint.INSIDE:
-            found.append(Obstacle("it is called inside a function that is checkpointed: checkpoint the module itself", None))
+            found.append(
+                Obstacle("it is called inside a function that is checkpointed: checkpoint the module itself", None)
+            )
         for value_index in sorted(alive - passed, key=lambda v: self.born.get(v, -1)):
             value = self.trace.values[value_index]
             found.append(Obstacle(f"the value {describe(value)} does not pass through its call", value.place))
+        end = self.facts.end if call.closed_at is None else call.closed_at
+        for value_index in passed:
+            if self.last_custom.get(value_index, -1) >= end:
+                name = describe(self.trace.values[value_index])
+                found.append(Obstacle(f"{name} also goes to a torch.autograd.Function after its call", None))
         shared: dict[int, int] = defaultdict(int)
         for value_index in passed:
             shared[self.trace.values[value_index].storage] += 1
@@ -239,13 +250,17 @@ class _Reader:
             value = self.trace.values[value_index]
             storage = self.storages[value.storage]
             if shared[value.storage] > 1 and any(write >= index for write in storage.writes):
-                found.append(Obstacle(f"{describe(value)} and a view of it cross, and one is changed later", value.place))
+                found.append(
+                    Obstacle(f"{describe(value)} and a view of it cross, and one is changed later", value.place)
+                )
                 break
         for look, op, frame in self.leaks:
             if look < index and not _closed(frame, index):
                 where = f" at {op.place}" if op.place else ""
                 found.append(
-                    Obstacle(f"a number was read from a tensor{where} and may be used behind it: keep it a tensor", op.place)
+                    Obstacle(
+                        f"a number was read from a tensor{where} and may be used behind it: keep it a tensor", op.place
+                    )
                 )
                 break
         return found

@@ -4,8 +4,8 @@ An operation on a ghost costs about 0.15 ms, and a stage runs through all of the
 microbatch. But what comes out depends on shapes, types and plain arguments only. `MemoMode` keeps the results of whole
 submodules, and of single operations where a submodule cannot be skipped, by the signature of what went in.
 
-Never remembered: calls with arguments that are neither tensors nor plain values, calls that give real tensors (they depend
-on the batch alone and must be computed), calls that look at real data, calls that store something on a module.
+Never remembered: calls with arguments that are neither tensors nor plain values, calls that give real tensors (they
+depend on the batch alone and must be computed), calls that look at real data, calls that store something on a module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _PLAIN = frozenset({
     type(Ellipsis), types.FunctionType, types.BuiltinFunctionType, type, range,
 })  # fmt: skip
 _RESHAPING = frozenset({
-    "resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_", "as_strided_",
+    "resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_",
+    "as_strided_",
     "requires_grad_", "detach_", "rename_", "share_memory_", "apply_", "map_", "sparse_resize_",
 })  # fmt: skip
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
@@ -205,6 +206,7 @@ class MemoMode(GhostMode):
         return result, not watch.saw_data
 
     def _remember(self, key: tuple[Any, ...], result: Any, tensors: list[Tensor]) -> _Recipe | None:
+        leaves: list[Any]
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         same: dict[int, int] = {}
         positions = {id(tensor): position for position, tensor in enumerate(tensors)}
@@ -298,7 +300,11 @@ def _classify(func: Any) -> _Kind:
     if func in LOOKS or func in BLANKS or func in AFTER_ANOTHER:
         return _Kind.SPECIAL
     in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")):
+    if (
+        in_place
+        or name == "__setitem__"
+        or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    ):
         return _Kind.IN_PLACE
     return _Kind.COMPUTE
 

@@ -31,8 +31,8 @@ class StageOutput:
         """Runs the backward pass of this stage.
 
         Args:
-            gradients_or_scale: The gradients of ``tensors`` in their order; on the last stage the number by which the loss
-                is multiplied.
+            gradients_or_scale: The gradients of ``tensors`` in their order; on the last stage the number by which the
+                loss is multiplied.
 
         Returns:
             A gradient for each input that wants one, zeros where none arrived, and None for the others.

@@ -124,7 +124,8 @@ class Boundary:
 
 @dataclass(frozen=True)
 class StepSignature:
-    """What one dry run of one step function learnt, for fixed split points. All tuples but ``boundaries`` are per stage.
+    """What one dry run of one step function learnt, for fixed split points. All tuples but ``boundaries`` are per
+    stage.
 
     Args:
         step: The step function's name, ``"training_step"``.

@@ -1,8 +1,8 @@
 """The part of the step in front of a stage's split point: run over ghosts, cheap, and without consequences.
 
-While it lasts a `MemoMode` is active, parameters that earlier stages hold too are veiled by ghosts, and modules whose code
-runs are watched. What was stored on them is taken back when the step is over, not at the split point: code behind it may
-read what code in front of it noted down (a mask kept on the module), as in the whole step.
+While it lasts a `MemoMode` is active, parameters that earlier stages hold too are veiled by ghosts, and modules whose
+code runs are watched. What was stored on them is taken back when the step is over, not at the split point: code
+behind it may read what code in front of it noted down (a mask kept on the module), as in the whole step.
 """
 
 from __future__ import annotations

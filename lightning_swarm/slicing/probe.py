@@ -1,9 +1,10 @@
 """Rehearses stages one by one, as they will run, and corrects what the plan believes about them.
 
-The first dry run sees the step as a whole. Here every stage's situation is played: the leaves of the batch that it does not
-get are ghosts, and parameters that an earlier stage uses too are other objects behind the split point than in front of it.
-What that shows: a stage that goes another way without those leaves gets them all; a parameter that code in front of the
-split point keeps a hold of must be real there already; a stage that stores something on a module has something to tell.
+The first dry run sees the step as a whole. Here every stage's situation is played: the leaves of the batch that it
+does not get are ghosts, and parameters that an earlier stage uses too are other objects behind the split point than
+in front of it. What that shows: a stage that goes another way without those leaves gets them all; a parameter that
+code in front of the split point keeps a hold of must be real there already; a stage that stores something on a module
+has something to tell.
 """
 
 from __future__ import annotations
@@ -129,7 +130,10 @@ class _Play(Guide):
         veils = self._veils.get(stage, {})
         begin, end = self._range(stage, played)
         used = {
-            index for event in played.events[begin:end] if isinstance(event, Op) for index in (*event.reads, *event.writes)
+            index
+            for event in played.events[begin:end]
+            if isinstance(event, Op)
+            for index in (*event.reads, *event.writes)
         }
         return {name for index, name in veils.items() if index in used}
 

@@ -1,9 +1,10 @@
 """When ghosts cannot compute: operations and submodules that look at data are rehearsed on zeros.
 
-Ghosts have no data. `GhostMode` catches what asks them for some. A submodule that does (routing of a mixture of experts,
-a fake kernel stricter than the real one) runs once on zeros in temporary storage; where no submodule can be isolated, in
-the step itself or around a split point, the one operation runs on zeros that take no memory, and a number that Python
-asks for is made up. Only shapes and types of the results are kept. Operations that need a ghost's shape alone (``zeros_like``, ``x.new_ones``, ``mask.to(x)``) give real tensors.
+Ghosts have no data. `GhostMode` catches what asks them for some. A submodule that does (routing of a mixture of
+experts, a fake kernel stricter than the real one) runs once on zeros in temporary storage; where no submodule can be
+isolated, in the step itself or around a split point, the one operation runs on zeros that take no memory, and a
+number that Python asks for is made up. Only shapes and types of the results are kept. Operations that need a ghost's
+shape alone (``zeros_like``, ``x.new_ones``, ``mask.to(x)``) give real tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
-from lightning_swarm.slicing._compat import tree_flatten, tree_map
+from lightning_swarm.slicing._compat import quiet_fake_tensors, tree_flatten, tree_map
 from lightning_swarm.slicing.ghost import Ghosts, buffer_entries, is_ghost, parameter_entries, put, stand_in
 from lightning_swarm.slicing.undo import Attributes
 
@@ -112,6 +114,15 @@ class GhostMode(TorchFunctionMode):
         self.asleep = False
         self.isolated: list[bool] = []  # for each submodule whose call we are in: will it be rehearsed if it fails?
 
+    def __enter__(self) -> Self:
+        quiet_fake_tensors(True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        quiet_fake_tensors(False)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -134,7 +145,7 @@ class GhostMode(TorchFunctionMode):
         """Runs an operation, on zeros if ghosts cannot."""
         try:
             return func(*args, **kwargs)
-        except Exception as error:
+        except Exception:
             ghosts = [leaf for leaf in tree_flatten((args, kwargs))[0] if is_ghost(leaf)]
             # Zeros that stand for masks or indices give the wrong shape; real ones, as in x[labels > 0], the right one.
             guesswork = any(not leaf.is_floating_point() for leaf in ghosts)
@@ -142,8 +153,8 @@ class GhostMode(TorchFunctionMode):
                 raise
             try:
                 result = func(*self._real(args), **self._real(kwargs))
-            except Exception:
-                raise error from None
+            except Exception as error:
+                raise error from None  # in the real operation's words, which the user knows
             grad = torch.is_grad_enabled() and any(ghost.requires_grad for ghost in ghosts)
             return self.give_up(func.__name__, result, grad)
 

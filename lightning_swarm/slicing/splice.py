@@ -1,7 +1,7 @@
 """Taking tensors out of a call's arguments, and putting others in, by their position among the flattened leaves.
 
-The rest of the arguments must stay the very objects that they are: a cache or a list that a model hands from layer to layer
-is changed by them. So only the containers that hold a replaced tensor are built anew.
+The rest of the arguments must stay the very objects that they are: a cache or a list that a model hands from layer to
+layer is changed by them. So only the containers that hold a replaced tensor are built anew.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_swarm.slicing._compat import tree_flatten, tree_unflatten
-from lightning_swarm.slicing.bind import unbound
+from lightning_swarm.slicing.bind import real
 
 
 def take(args: tuple[Any, ...], kwargs: Mapping[str, Any], positions: Iterable[int]) -> tuple[list[Tensor], int]:
     """The leaves at these positions, and how many there are altogether."""
-    leaves = tree_flatten(unbound((args, kwargs)))[0]
-    return [leaves[position] for position in positions if position < len(leaves)], len(leaves)
+    leaves = tree_flatten((args, kwargs))[0]
+    return [real(leaves[position]) for position in positions if position < len(leaves)], len(leaves)
 
 
 def splice(

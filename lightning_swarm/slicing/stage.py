@@ -1,9 +1,10 @@
 """A stage at work: the user's own step, real between two split points and a ghost in front of them.
 
-The step is called with the whole batch on every stage. In front of the stage's split point parameters are ghosts, so code
-computes shapes; what depends on the batch alone is real. At the split point the arguments that came from parameters are
-replaced by the tensors received; from there on everything is real. At the next stage's split point the arguments that must
-cross are taken and the step is left by an exception. The last stage returns what the step returns.
+The step is called with the whole batch on every stage. In front of the stage's split point parameters are ghosts, so
+code computes shapes; what depends on the batch alone is real. At the split point the arguments that came from
+parameters are replaced by the tensors received; from there on everything is real. At the next stage's split point the
+arguments that must cross are taken and the step is left by an exception. The last stage returns what the step
+returns.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Stage:
             if spec.requires_grad and torch.is_grad_enabled():
                 leaf.requires_grad_()
             run.leaves.append(leaf)
-            # Not the leaf itself: the first operation may be in place, which autograd forbids on leaves and their views.
+            # Not the leaf itself: the first operation may be in place, which autograd forbids on leaves and views.
             entering.append(leaf.clone())
         if any(boundary.held):
             stand_ins = take(args, kwargs, boundary.positions)[0]
@@ -237,14 +238,13 @@ class Stage:
             raise SliceError(f'stage {self.index} begins at "{self._begin}", but {run.step} did not call it this time')
         if self._end is not None and run.taken is None:
             raise SliceError(f'stage {self.index} ends at "{self._end}", but {run.step} did not call it this time')
-        result = unbound(result)
-        outcome = result if run.taken is None else run.taken
-        if any(is_ghost(leaf) for leaf in tree_flatten(outcome)[0]):
+        leaves = tree_flatten(result)[0] if run.taken is None else run.taken
+        if any(is_ghost(leaf) for leaf in leaves):
             raise SliceError(
-                f"stage {self.index} of {run.step} used a value that belongs to another stage: the step took another way "
-                "than when the plan was made"
+                f"stage {self.index} of {run.step} used a value that belongs to another stage: the step took another "
+                "way than when the plan was made"
             )
-        return result
+        return unbound(result) if self._begin is not None and run.taken is None else result
 
     # -- who holds what
 

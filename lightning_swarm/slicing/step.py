@@ -23,7 +23,9 @@ def trains(step: str) -> bool:
 def call_step(module: nn.Module, step: str, batch: Any, step_args: tuple[Any, ...]) -> Any:
     """Calls ``module.training_step(batch, batch_idx)``, with as many of the arguments as the function takes."""
     function = getattr(module, step)
-    return function(batch, *step_args[: _room(getattr(function, "__func__", function), hasattr(function, "__func__")) - 1])
+    return function(
+        batch, *step_args[: _room(getattr(function, "__func__", function), hasattr(function, "__func__")) - 1]
+    )
 
 
 @functools.lru_cache(maxsize=64)

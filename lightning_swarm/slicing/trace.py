@@ -57,8 +57,8 @@ class Op:
     """An operation. Numbers are indices into ``Trace.values``.
 
     ``blank``: the result depends on shapes only (``zeros_like``). ``looks``: Python saw data of what it reads, as a
-    number, or as the shape of the result; ``contained``: it did so in code that gives no numbers back, that of a metric.
-    ``random``: it draws from torch's generator.
+    number, or as the shape of the result; ``contained``: it did so in code that gives no numbers back, that of a
+    metric. ``random``: it draws from torch's generator. ``custom``: it is part of a ``torch.autograd.Function``.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Op:
     blank: bool = False
     looks: bool = False
     contained: bool = False
+    custom: bool = False
     place: Place | None = None
     frame: Call | None = None
 

@@ -1,13 +1,13 @@
-"""Writes down a dry run: a dispatch mode that sees every operation, real or ghost, and asks nothing of the user's code."""
+"""Writes down a dry run: a dispatch mode that sees every operation, real or ghost, and asks nothing of user code."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torchmetrics import Metric
 
 from lightning_swarm.slicing._compat import DisableTorchFunction, TorchDispatchMode, tree_flatten
+from lightning_swarm.slicing.bind import in_custom_function
 from lightning_swarm.slicing.ghost import is_ghost
 from lightning_swarm.slicing.points import LeafSpec
 from lightning_swarm.slicing.trace import Call, Checkpoint, Kept, Op, Place, Trace, Value
@@ -24,9 +25,7 @@ _BLANK = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 }  # fmt: skip
-_NOT_OURS = tuple(
-    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
-)
+_NOT_OURS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -161,6 +160,7 @@ class Tracer(TorchDispatchMode):
             blank=name in _BLANK,
             looks=looks,
             contained=looks and _in_a_metric(),
+            custom=not torch.is_grad_enabled() and in_custom_function(),
             place=place,
             frame=self._frame,
         )

@@ -1,7 +1,9 @@
-"""Undoing what code stored on modules: plain attributes, their lists, dictionaries and sets, buffers that were replaced.
+"""Undoing what code stored on modules: plain attributes, their lists, dictionaries and sets, buffers that were
+replaced.
 
 A dry run must leave no trace at all; what a stage stores while it is in front of its split point belongs to the stage
-that runs that part for real, so it is taken back when the step is over, and what was stored behind the split point stays.
+that runs that part for real, so it is taken back when the step is over, and what was stored behind the split point
+stays.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from lightning_swarm.swarm.errors import (
 )
 from lightning_swarm.swarm.frames import FAILURE, REPLY, REQUEST, Prefix, unpack_header
 from lightning_swarm.swarm.rpc import Context, Handler
+from lightning_swarm.swarm.shortcut import METHOD, Tickets
 from lightning_swarm.swarm.stream import Stream, length_prefixed
 
 _log = logging.getLogger(__name__)
@@ -54,9 +55,12 @@ class _Answering(Stream):
     def on_hello(self, hello: bytes) -> None:
         info = p2pd_pb2.StreamInfo()
         info.ParseFromString(hello)
-        self.peer = PeerID(info.peer).to_base58()
-        self._token = self._context.token_of(self.peer)
-        self._answerer.streams_of[self.peer] += 1
+        self._is_from(PeerID(info.peer).to_base58())
+
+    def _is_from(self, peer: str) -> None:
+        self.peer = peer
+        self._token = self._context.token_of(peer)
+        self._answerer.streams_of[peer] += 1
 
     def on_prefix(self, prefix: Prefix) -> None:
         self._trusted = hmac.compare_digest(prefix.token, self._token)
@@ -147,6 +151,13 @@ class _Answering(Stream):
         self._last_progress = self.progress
 
 
+class _AnsweringNeighbour(_Answering):
+    """A stream that came by the shortcut: it begins with a ticket."""
+
+    def on_hello(self, hello: bytes) -> None:
+        self._is_from(self._answerer.tickets.peer(hello))
+
+
 class Answerer:
     """Answers the calls of other peers.
 
@@ -164,7 +175,8 @@ class Answerer:
         self.streams: set[_Answering] = set()
         self.streams_of: Counter[str] = Counter()
         self.refused = 0
-        self._server: asyncio.AbstractServer | None = None
+        self.tickets = Tickets("")
+        self._servers: list[asyncio.AbstractServer] = []
 
     def known(self, method: str) -> str:
         """The method, or ``""`` for one that is not answered: counters must not grow with what strangers invent."""
@@ -175,7 +187,7 @@ class Answerer:
         try:
             return self.handlers[method]
         except KeyError:
-            known = ", ".join(sorted(self.handlers))
+            known = ", ".join(sorted(name for name in self.handlers if not name.startswith("_")))
             raise CallerError(f"This peer does not answer {method[:80]!r}; it answers: {known}.") from None
 
     async def answer_self(
@@ -196,10 +208,20 @@ class Answerer:
             raise unpack_error(pack_error(error, peer), peer) from error
         return unpack_header(msgpack.packb(reply)), [tensor.detach().cpu().clone() for tensor in results]
 
-    async def start(self, path: str) -> None:
-        """Listens on a unix socket at ``path`` and asks ``p2pd`` to hand the run's streams to it."""
+    async def start(self, path: str, shortcut_path: str | None) -> None:
+        """Listens on a unix socket at ``path`` and asks ``p2pd`` to hand the run's streams to it.
+
+        Args:
+            path: Of the socket.
+            shortcut_path: Where to listen for peers of this machine that come by the shortcut.
+        """
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Answering(self), path)
+        if shortcut_path is not None:
+            self.tickets = Tickets(shortcut_path)
+            self.handlers[METHOD] = self._show_shortcut
+            server = await loop.create_unix_server(lambda: _AnsweringNeighbour(self), shortcut_path)
+            self._servers.append(server)
+        self._servers.append(await loop.create_unix_server(lambda: _Answering(self), path))
         reader, writer = await asyncio.open_unix_connection(self.context.control_path)
         registration = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{path}").to_bytes(),
@@ -215,6 +237,11 @@ class Answerer:
         if response.type != p2pd_pb2.Response.OK:
             raise RuntimeError(f"p2pd refused to register {self.context.protocol}: {response.error.msg}")
 
+    async def _show_shortcut(
+        self, caller: str, header: dict[str, Any], tensors: list[Tensor]
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        return self.tickets.answer(caller, header), []
+
     def sweep(self) -> None:
         """To be called every `Limits.stall_s`: ends the streams that do not move."""
         for stream in list(self.streams):
@@ -222,8 +249,8 @@ class Answerer:
 
     async def close(self) -> None:
         """Stops listening, ends every stream and cancels the handlers."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         tasks = [stream._task for stream in self.streams if stream._task is not None]
         for stream in list(self.streams):
             stream.abort()

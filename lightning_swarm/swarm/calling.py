@@ -19,8 +19,9 @@ from lightning_swarm.swarm.errors import (
     SwarmError,
     unpack_error,
 )
-from lightning_swarm.swarm.frames import FAILURE, REQUEST, Prefix
+from lightning_swarm.swarm.frames import FAILURE, REPLY, REQUEST, Prefix
 from lightning_swarm.swarm.rpc import Context
+from lightning_swarm.swarm.shortcut import METHOD, Shortcut, machine
 from lightning_swarm.swarm.stream import Stream, length_prefixed
 
 
@@ -64,6 +65,11 @@ class _Calling(Stream):
         answer = self._expect_answer()
         self.send([length_prefixed(request.SerializeToString())])
         await answer
+
+    def enter(self, shortcut: Shortcut) -> None:
+        """Begins a stream that was opened by the shortcut."""
+        self.skip_hello()
+        self.send([length_prefixed(shortcut.ticket)])
 
     async def exchange(self, frame: Sequence[Buffer]) -> tuple[Prefix, Any, list[Slot]]:
         """Sends a request frame and waits for what comes back."""
@@ -119,11 +125,14 @@ class Caller:
 
     Args:
         context: The node's.
+        shortcuts: Whether to leave libp2p out on the way to peers of the same machine.
         idle_streams: How many idle streams to a peer are kept.
     """
 
-    def __init__(self, context: Context, idle_streams: int = 32) -> None:
+    def __init__(self, context: Context, shortcuts: bool, idle_streams: int = 32) -> None:
         self._context = context
+        self._machine = machine() if shortcuts else None
+        self._shortcuts: dict[str, Shortcut | None] = {}
         self._idle_streams = idle_streams
         self._idle: dict[str, list[_Calling]] = defaultdict(list)
         self._busy: set[_Calling] = set()
@@ -200,26 +209,66 @@ class Caller:
 
     async def _open(self, peer: str, deadline_s: float) -> _Calling:
         try:
-            stream = _Calling(self._context, peer)
-        except ValueError as error:
-            raise CallerError(f"{peer!r} is not a peer id.") from error
+            return await asyncio.wait_for(self._open_by_best_way(peer, deadline_s), deadline_s)
+        except asyncio.TimeoutError as error:
+            raise DeadlineExceeded(f"Peer {peer} could not be reached within {deadline_s:.3g} s.", peer) from error
+
+    async def _open_by_best_way(self, peer: str, deadline_s: float) -> _Calling:
+        if (shortcut := self._shortcuts.get(peer)) is not None:
+            try:
+                return await self._open_shortcut(peer, shortcut)
+            except OSError:  # the peer was restarted, or is gone
+                del self._shortcuts[peer]
+        stream = await self._open_libp2p(peer, deadline_s)
+        if self._machine is None or peer in self._shortcuts:
+            return stream
+        try:
+            found = await self._ask_for_shortcut(stream)
+            direct = None if found is None else await self._open_shortcut(peer, found)
+        except OSError:  # same machine, other file system
+            direct = None
+        except BaseException:
+            stream.abort()
+            raise
+        if direct is None:
+            self._shortcuts[peer] = None
+            return stream
+        self._shortcuts[peer] = found
+        stream.abort()
+        return direct
+
+    async def _open_libp2p(self, peer: str, deadline_s: float) -> _Calling:
+        stream = self._new_stream(peer)
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: stream, self._context.control_path)
         except (ConnectionError, FileNotFoundError) as error:
             raise NodeClosed("This node's libp2p daemon is gone.") from error
         except OSError as error:
-            raise SwarmError(
-                f"This node cannot open a stream: {error}. The limit on open files may be too low."
-            ) from error
+            raise SwarmError(f"This node cannot open a stream: {error}. Is the limit on open files too low?") from error
         try:
-            await asyncio.wait_for(stream.open(self._context.protocol, deadline_s), deadline_s)
-        except TimeoutError as error:
-            stream.abort()
-            raise DeadlineExceeded(f"Peer {peer} could not be reached within {deadline_s:.3g} s.", peer) from error
+            await stream.open(self._context.protocol, deadline_s)
         except BaseException:
             stream.abort()
             raise
         return stream
+
+    async def _open_shortcut(self, peer: str, shortcut: Shortcut) -> _Calling:
+        stream = self._new_stream(peer)
+        await asyncio.get_running_loop().create_unix_connection(lambda: stream, shortcut.path)
+        stream.enter(shortcut)
+        return stream
+
+    async def _ask_for_shortcut(self, stream: _Calling) -> Shortcut | None:
+        request = (METHOD, {"machine": self._machine}, (), "none", 60.0)
+        prefix, reply, _ = await stream.exchange(self._context.frame(REQUEST, request))
+        stream.bytes_in = 0
+        return Shortcut.from_dict(reply[0]) if prefix.kind == REPLY and reply[0] else None
+
+    def _new_stream(self, peer: str) -> _Calling:
+        try:
+            return _Calling(self._context, peer)
+        except ValueError as error:
+            raise CallerError(f"{peer!r} is not a peer id.") from error
 
     def sweep(self) -> None:
         """To be called now and then: ends the streams that were not used since the last time."""
@@ -233,6 +282,7 @@ class Caller:
                 self._idle[peer] = kept
             else:
                 del self._idle[peer]
+                self._shortcuts.pop(peer, None)
 
     def close(self) -> None:
         """Ends every stream; calls on them fail."""

@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_swarm._compat_hivemind import P2P, Multiaddr, p2pd_path
 from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.swarm.forks import forget, let_go_in_children
 
 _log = logging.getLogger(__name__)
 _JANITOR = """
@@ -35,16 +35,6 @@ wait
 rm -rf "$directory"
 """
 _PARENT_LIMIT = 55  # a unix socket's path has at most 107 bytes; ours add 25 for the directory and 27 for the file
-_leases: "weakref.WeakSet[Daemon]" = weakref.WeakSet()
-
-
-def _drop_leases() -> None:
-    # A forked child (a DataLoader's worker) inherits the pipe and would keep the daemon of a dead parent alive.
-    for daemon in list(_leases):
-        daemon._end_lease()
-
-
-os.register_at_fork(after_in_child=_drop_leases)
 
 
 class Daemon:
@@ -69,6 +59,7 @@ class Daemon:
         self.directory = _make_directory(directory)
         self.control_path = f"{self.directory}/p2pd.sock"
         self.calls_path = f"{self.directory}/calls.sock"
+        self.shortcut_path = f"{self.directory}/direct.sock"
         self._lease: int | None = None
         self._janitor: subprocess.Popen | None = None
         self._closed = False
@@ -108,7 +99,7 @@ class Daemon:
             SwarmError: When it does not start.
         """
         ours, self._lease = os.pipe()
-        _leases.add(self)
+        let_go_in_children(self, self._lease)
         # Measured: a Go runtime with as many threads as cores spins between small messages, which costs three times the
         # CPU time; and with its default heap growth it collects garbage at every other megabyte.
         threads = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
@@ -149,6 +140,7 @@ class Daemon:
     def _end_lease(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
+            forget(self)
             os.close(lease)
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -45,6 +45,8 @@ class Node:
         startup_timeout_s: How long the start may take, unreachable initial peers included.
         runtime_dir: Where sockets go, in a directory of their own; the system's temporary directory by default.
         limits: What is accepted from other peers; the defaults suit all but very large models.
+        shortcuts: Let calls between peers of one machine, once libp2p has proved who they are, go through a unix socket
+            of their own instead of libp2p's daemons. ``False`` sends everything through libp2p.
 
     Attributes:
         run_id: As given.
@@ -83,10 +85,12 @@ class Node:
         startup_timeout_s: float = 15.0,
         runtime_dir: Path | None = None,
         limits: Limits | None = None,
+        shortcuts: bool = True,
     ) -> None:
         self.run_id = run_id
         self._secret = secret
         self._limits = limits or Limits()
+        self._shortcuts = shortcuts
         self._failure: str | None = None
         initial = parse_initial_peers(initial_peers)
         daemon = Daemon(host_maddrs, announce_maddrs, identity_path, runtime_dir)
@@ -187,10 +191,10 @@ class Node:
             codecs = ThreadPoolExecutor(1, thread_name_prefix="lightning-swarm-codec")
             stack.callback(codecs.shutdown, wait=False)
             self._context = Context(self.run_id, self.peer_id, self._secret, daemon.control_path, self._limits, codecs)
-            self._answerer, self._caller = Answerer(self._context), Caller(self._context)
+            self._answerer, self._caller = Answerer(self._context), Caller(self._context, self._shortcuts)
             stack.push_async_callback(self._answerer.close)
             stack.callback(self._caller.close)
-            await self._answerer.start(daemon.calls_path)
+            await self._answerer.start(daemon.calls_path, daemon.shortcut_path if self._shortcuts else None)
             live = await connect_initial(p2p, initial, until - time.monotonic())
             dht = await join_dht(p2p, live, self.run_id, self._secret)
             stack.callback(setattr, dht, "is_alive", False)  # its shutdown would wait for p2pd, even for a dead one

@@ -7,14 +7,12 @@ that they will live in. What a frame means is left to its two subclasses, in `ca
 """
 
 import asyncio
-import contextlib
-import os
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from lightning_swarm.swarm.codec import Buffer, Slot
 from lightning_swarm.swarm.errors import ProtocolError, SwarmError
+from lightning_swarm.swarm.forks import forget, let_go_in_children
 from lightning_swarm.swarm.frames import (
     PREFIX_BYTES,
     Limits,
@@ -98,20 +96,15 @@ class Stream(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Ends the stream at once, which the other side sees."""
-        if self.transport is None:
-            return
-        # Closing would not do where a forked process (a DataLoader's worker) has inherited the socket.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno())) as end,
-        ):
-            end.shutdown(socket.SHUT_RDWR)
-        self.transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are none of asyncio's classes
+        let_go_in_children(self, self.transport.get_extra_info("socket").fileno())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        forget(self)
         self.transport, self._slots, self._unfilled, self._target = None, [], [], None
         self.on_lost(exc)
 
@@ -164,6 +157,10 @@ class Stream(asyncio.BufferedProtocol):
         if self._target is None:
             self._end_frame()
 
+    def skip_hello(self) -> None:
+        """Frames begin at once."""
+        self._expect(PREFIX_BYTES, self._on_prefix)
+
     def _expect(self, wanted: int, stage: Callable[[Buffer], None]) -> None:
         self._wanted, self._stage = wanted, stage
 
@@ -179,7 +176,7 @@ class Stream(asyncio.BufferedProtocol):
         self._expect(self._varint, self._on_hello)
 
     def _on_hello(self, part: Buffer) -> None:
-        self._expect(PREFIX_BYTES, self._on_prefix)
+        self.skip_hello()
         self.bytes_in = 0
         self.on_hello(bytes(part))
 

@@ -33,6 +33,7 @@ from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.reduction import all_reduce
 from lightning_swarm.worker.stage_server import StageServer
 from lightning_swarm.worker.state import StageState
+from lightning_swarm.worker.statistics import squared_norm
 
 Reply = tuple[dict[str, Any], list[Tensor]]
 
@@ -119,7 +120,12 @@ class WorkerService:
                 f"accumulated {len(held)}; different: {sorted(held ^ frozenset(request.expected))[:4]}"
             )
         reduced = _Reduced(request.step, request.attempt, request.groups)
-        results = await asyncio.gather(*(self._reduce_group(server, request, group) for group in request.groups))
+        running = [asyncio.create_task(self._reduce_group(server, request, group)) for group in request.groups]
+        try:
+            results = await asyncio.gather(*running)
+        finally:
+            for reduction in running:
+                reduction.cancel()
         norms, absent = {}, []
         for group, (vector, squared_norm, missing) in zip(request.groups, results):
             reduced.vectors[group.name] = vector
@@ -147,8 +153,9 @@ class WorkerService:
             outbox=self.outbox,
             codec=server.assignment.reduce_codec,
             deadline_s=request.deadline_s,
+            dtype=accumulator.dtype(group.parameters),
         )
-        norm = await asyncio.to_thread(lambda: float(summed.double().square().sum()))
+        norm = await asyncio.to_thread(squared_norm, summed)
         return summed, norm, [name for name, there in zip(group.parameters, present) if not there]
 
     async def commit(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:

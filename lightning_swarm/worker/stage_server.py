@@ -179,13 +179,12 @@ class StageServer:
         output = progress.output
         if progress.accumulated or output is None:
             return
-        if self.last:
-            loss = loss_of(output.result)
-            input_gradients = [None] * len(output.inputs) if loss is None else output.backward(task.scale)
-        else:
-            assert gradients is not None
-            input_gradients = output.backward([None if g is None else g.to(self._device) for g in gradients])
-        self.accumulator.add(task.microbatch)
+        input_gradients: list[Tensor | None] = [None] * len(output.inputs)
+        with self.accumulator.counting(task.microbatch):
+            if gradients is not None:
+                input_gradients = output.backward([None if g is None else g.to(self._device) for g in gradients])
+            elif loss_of(output.result) is not None:
+                input_gradients = output.backward(task.scale)
         progress.accumulated = True
         if self.index > 0:
             flags = torch.tensor([g is not None for g in input_gradients], dtype=torch.bool)

@@ -71,7 +71,9 @@ def averaged_buffers(before: Mapping[str, Tensor], vector: Tensor) -> dict[str, 
         values = _values(old)
         came = vector[start : start + len(values)]
         start += len(values)
-        if samples > 0:
+        if not samples > 0:
+            values = values.clone()
+        else:
             values = came / samples if _is_averaged(old) else values + came
         if old.is_complex():
             values = torch.view_as_complex(values.view(-1, 2))

@@ -77,7 +77,6 @@ class Comparison:
 def only(batch: Any, positions: Sequence[int]) -> Any:
     """The batch as a stage gets it: the tensors that it does not need are ghosts."""
 
-
     def hide(position: int, leaf: Any) -> Any:
         hidden = isinstance(leaf, Tensor) and position not in positions
         return GhostLeaf(tuple(leaf.shape), leaf.dtype) if hidden else leaf

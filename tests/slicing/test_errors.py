@@ -54,8 +54,8 @@ def test_a_value_that_does_not_pass_through_is_named_with_its_place_and_the_cuts
     message = plan_error(UNet(), torch.randn(2, 8), ["middle"])
     line = UNet.training_step.__code__.co_firstlineno + 1
     assert message == (
-        f'Stage 1 cannot begin at "middle": the value "skip" made at test_errors.py:{line} does not pass through its call. '
-        "Stages can begin at: up."
+        f'Stage 1 cannot begin at "middle": the value "skip" made at test_errors.py:{line} does not pass through its '
+        "call. Stages can begin at: up."
     )
 
 
@@ -74,7 +74,9 @@ def test_an_unknown_split_point_names_the_nearest() -> None:
 
 def test_a_submodule_that_is_never_called_names_its_parts() -> None:
     message = plan_error(GPT(), GPT.batch(), ["blocks"])
-    assert message.startswith('No stage can begin at "blocks": training_step does not call it. Its parts are: blocks.0, ')
+    assert message.startswith(
+        'No stage can begin at "blocks": training_step does not call it. Its parts are: blocks.0, '
+    )
 
 
 def test_a_call_number_that_does_not_exist() -> None:
@@ -100,6 +102,25 @@ def test_a_cut_that_does_not_work_for_another_step() -> None:
     plan = make_plan(module, batch, ["up"])
     with pytest.raises(CutError, match=r'Stage 1 cannot begin at "up": the value "skip" made at test_errors.py:\d+'):
         make_signature(module, batch, plan, "validation_step")
+
+
+def test_a_residual_that_goes_to_a_custom_function_forbids_the_cut() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    class Custom(UNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = Double.apply(self.down(batch))
+            return (self.up(Double.apply(self.middle(x))) + Double.apply(x)).mean()
+
+    message = plan_error(Custom(), torch.randn(2, 8), ["middle"])
+    assert 'Stage 1 cannot begin at "middle": ' in message and "goes to a torch.autograd.Function" in message
 
 
 def test_an_error_of_the_step_itself_is_the_users_own() -> None:

@@ -491,7 +491,9 @@ def test_checkpointed_layers_draw_the_same_numbers_when_they_are_repeated() -> N
         assert gradient is not None and torch.equal(gradient, repeating.gradients()[name]), name
 
 
-@pytest.mark.parametrize(("options", "reason"), [((True,), "use_reentrant=False"), ((False, True), "the module itself")])
+@pytest.mark.parametrize(
+    ("options", "reason"), [((True,), "use_reentrant=False"), ((False, True), "the module itself")]
+)
 def test_checkpoints_that_cannot_be_cut_are_refused(options: tuple[bool, ...], reason: str) -> None:
     with pytest.raises(CutError, match=f'Stage 1 cannot begin at "layers.1": .*{reason}'):
         make_plan(Checkpointed(*options), Base.batch(), ["layers.1"])
