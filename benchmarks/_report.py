@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +62,21 @@ class Ratio:
         )
 
 
-@dataclass
 class Report:
     """The figures of one benchmark run.
 
+    Make it before anything is measured: it notes how busy the machine was without the benchmark.
+
     Args:
         benchmark: The script's name.
-        settings: What was measured: sizes, counts.
+        settings: What is measured: sizes, counts.
     """
 
-    benchmark: str
-    settings: dict[str, Any]
-    figures: list[Figure] = field(default_factory=list)
-    ratios: list[Ratio] = field(default_factory=list)
-
     def __init__(self, benchmark: str, **settings: Any) -> None:
-        self.benchmark, self.settings, self.figures, self.ratios = benchmark, settings, [], []
+        self.benchmark, self.settings = benchmark, settings
+        self.figures: list[Figure] = []
+        self.ratios: list[Ratio] = []
+        self.load_before = os.getloadavg()[0]
 
     def figure(self, name: str, value: float, unit: str, note: str = "") -> None:
         """Add a row of absolute figures."""
@@ -91,6 +90,11 @@ class Report:
         """Print the tables, and write all to ``file``."""
         console = Console(highlight=False)
         console.print(f"{self.benchmark}: " + ", ".join(f"{name} {value}" for name, value in self.settings.items()))
+        if self.load_before > 0.5:
+            # Threads that wait for each other are slowed far more by a busy core than single ones.
+            console.print(
+                f"The machine was busy before (load {self.load_before:.1f}): compare nothing with these figures."
+            )
         if self.figures:
             table = Table(box=SIMPLE_HEAD)
             for column in ("", "value", "unit", ""):
@@ -112,6 +116,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Everything, with the machine it was measured on."""
         machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+        machine |= {"load_before": round(self.load_before, 2)}
         ratios = [asdict(ratio) | {"met": ratio.met} for ratio in self.ratios]
         figures = [asdict(figure) for figure in self.figures]
         return {

@@ -46,6 +46,8 @@ _FOLLOW_PARENT = (
 )
 _TAIL_LINES = 200
 _EXIT_WAIT_S = 3.0
+_LOOK_EVERY_S = 0.2
+_MOST_FUTILE_STARTS = 3
 
 
 class WorkerDied(RuntimeError):
@@ -94,7 +96,10 @@ class _LocalWorker:
 
 
 class LocalWorkers:
-    """The workers that the trainer starts on its own machine.
+    """The workers that the trainer starts on its own machine; one that dies is started again.
+
+    A worker that dies before it has joined shows that something is wrong with the script or the machine: at its first start
+    that ends the run at once, later after a few attempts.
 
     Args:
         environments: What each of them gets in its environment, by index.
@@ -108,23 +113,51 @@ class LocalWorkers:
                 "(a notebook or a prompt?). Put the code into a file, or pass SwarmStrategy(workers=0) and start workers "
                 "elsewhere with the join line."
             )
+        self._environments = list(environments)
+        self._label = label
         self._workers = [_LocalWorker(i, environment, label) for i, environment in enumerate(environments)]
+        self._futile = [_MOST_FUTILE_STARTS - 1] * len(environments)
+        self._failure: WorkerDied | None = None
+        self._ending = threading.Event()
+        self.restarts = 0
+        # The kernel ends a child with the thread that started it, so restarts need a thread that stays.
+        self._supervisor = threading.Thread(target=self._supervise, name="local workers", daemon=True)
+        self._supervisor.start()
+
+    def joined(self, index: int) -> None:
+        """A worker has joined the swarm."""
+        if 0 <= index < len(self._futile):
+            self._futile[index] = 0
+
+    def _supervise(self) -> None:
+        while not self._ending.wait(_LOOK_EVERY_S):
+            for index, worker in enumerate(self._workers):
+                code = worker.process.poll()
+                if not code or self._failure is not None:
+                    continue
+                self._futile[index] += 1
+                if self._futile[index] >= _MOST_FUTILE_STARTS:
+                    self._failure = WorkerDied(
+                        f"Local worker {index} has ended with exit code {code}. Its last output:\n\n{worker.last_words()}"
+                    )
+                    continue
+                log.warning("Local worker %d (%s) has ended with exit code %d; it is started again.", index, self._label(index), code)
+                self.restarts += 1
+                self._workers[index] = _LocalWorker(index, self._environments[index], self._label)
 
     def check(self) -> None:
-        """See that all of them live.
+        """See that starting them is not in vain.
 
         Raises:
-            WorkerDied: One does not; has its last words, so its traceback.
+            WorkerDied: It is; has the worker's last words, so its traceback.
         """
-        for worker in self._workers:
-            code = worker.process.poll()
-            if code is not None:
-                raise WorkerDied(
-                    f"Local worker {worker.index} has ended with exit code {code}. Its last output:\n\n{worker.last_words()}"
-                )
+        if self._failure is not None:
+            raise self._failure
 
     def end(self) -> None:
         """Give them a moment to exit by themselves, then kill."""
+        self._ending.set()
+        self._supervisor.join()
         wait_s = _EXIT_WAIT_S
         for worker in self._workers:
             worker.end(wait_s)

@@ -89,6 +89,8 @@ class SwarmStrategy(Strategy):
         reduce_codec: The same for the parameters' gradients when workers of one stage sum them.
         reproducible: Accumulate and sum gradients in float64 and round once, so that the weights are the same bit for bit
             whoever computed what. Costs memory for one float64 copy of the gradients.
+        snapshot_every_n_steps: After how many steps the trainer brings its copy of the model up to date, so that a stage that
+            loses its last worker can start again from there. More often costs traffic, less often more steps to repeat.
         startup_timeout: Seconds for which a stage may be without any worker.
         trainer_timeout: Seconds for which a worker waits for a trainer that does not answer.
         accelerator: As for every strategy.
@@ -122,6 +124,7 @@ class SwarmStrategy(Strategy):
         codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reduce_codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reproducible: bool = False,
+        snapshot_every_n_steps: int = 50,
         startup_timeout: float = 300.0,
         trainer_timeout: float = 60.0,
         accelerator: Accelerator | None = None,
@@ -140,7 +143,11 @@ class SwarmStrategy(Strategy):
                 f"SwarmStrategy(workers={workers}) cannot serve {count} stages: each needs a worker of its own. Give at least "
                 f"workers={count}, or workers=0 when all workers are started elsewhere."
             )
-        for name, value in (("microbatches", microbatches), ("in_flight", in_flight)):
+        for name, value in (
+            ("microbatches", microbatches),
+            ("in_flight", in_flight),
+            ("snapshot_every_n_steps", snapshot_every_n_steps),
+        ):
             if value is not None and value < 1:
                 raise MisconfigurationException(f"SwarmStrategy({name}={value}) must be at least 1.")
         for name, chosen in (("codec", codec), ("reduce_codec", reduce_codec)):
@@ -161,6 +168,7 @@ class SwarmStrategy(Strategy):
         self._codec = codec
         self._reduce_codec = reduce_codec
         self._reproducible = reproducible
+        self._snapshot_every_n_steps = snapshot_every_n_steps
         self._startup_timeout_s = startup_timeout
         self._trainer_timeout_s = trainer_timeout
         self._peer: TrainerPeer | WorkerPeer | None = None
@@ -361,6 +369,7 @@ class SwarmStrategy(Strategy):
         )
         settings = Settings(
             in_flight=self._in_flight,
+            snapshot_every_n_steps=self._snapshot_every_n_steps,
             startup_timeout_s=self._startup_timeout_s,
             codec=self._codec,
             reduce_codec=self._reduce_codec,
@@ -372,6 +381,8 @@ class SwarmStrategy(Strategy):
 
         def joined(local_index: int, stage: int) -> None:
             self._stage_of_worker[local_index] = stage
+            if local is not None:
+                local.joined(local_index)
 
         def make() -> Session:
             return Session(node, identity, origin, settings, local.check if local is not None else lambda: None, joined)

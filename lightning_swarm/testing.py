@@ -57,6 +57,9 @@ class _ThreadWorkers:
         except BaseException:  # noqa: BLE001 - shown by check(), as a child process's traceback would be
             self._errors.append(traceback.format_exc())
 
+    def joined(self, index: int) -> None:
+        """As the launcher's."""
+
     def check(self) -> None:
         """As the launcher's."""
         if self._errors:

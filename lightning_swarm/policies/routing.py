@@ -30,7 +30,6 @@ from lightning_swarm.policies.utilization import ServiceTime
 
 __all__ = ["EdgeCost", "LinkCosts", "StageEmpty", "StochasticWiring"]
 
-BETA = 1.0
 EdgeCost = Callable[[str, str], float]
 """Seconds that a microbatch spends on the wire between two peers, there and back; ``math.inf`` where no link works."""
 
@@ -92,7 +91,6 @@ class _Peer:
     newcomer: bool = False
     settled_s: float = 0.0
     outstanding: int = 0
-    queued_s: float = 0.0
     version: int = 0
     queued: bool = False
     heard_s: float = -math.inf
@@ -103,7 +101,7 @@ class _Peer:
 
     @property
     def finish_s(self) -> float:
-        return self.settled_s + (self.outstanding + 1) * self.estimate_s + self.queued_s
+        return self.settled_s + (self.outstanding + 1) * self.estimate_s
 
 
 _Item = tuple[float, int, int, _Peer]
@@ -354,13 +352,11 @@ class StochasticWiring:
             raise StageEmpty(stage, [peer for peer in exclude if peer in queue.peers])
         return self._charge(queue, chosen, now)
 
-    def complete(self, stage: int, peer: str, service_s: float, *, now: float, queued_s: float | None = None) -> None:
+    def complete(self, stage: int, peer: str, service_s: float, *, now: float) -> None:
         """A microbatch is done: settle its charge with the seconds that the worker computed (forward and backward)."""
         entry = self._stages[stage].peers.get(peer)
         if entry is not None:
             entry.heard_s = now
-            if queued_s is not None:
-                entry.queued_s = BETA * queued_s
             self._observe(self._stages[stage], entry, max(service_s, 1e-9))
 
     def timed_out(self, stage: int, peer: str, waited_s: float, *, now: float | None = None) -> None:
@@ -404,7 +400,7 @@ class StochasticWiring:
             if entry.outstanding
         }
 
-    def in_flight_target(self, *, edge_s: Sequence[float] | None = None, slack: float = 2.0) -> int:
+    def in_flight_target(self, *, edge_s: Sequence[float] | None = None, slack: float = 3.0) -> int:
         """How many microbatches in flight keep every worker of the weakest stage busy.
 
         By Little's law the pipeline holds throughput x time in it: at each stage one microbatch in service a worker, and on the wire

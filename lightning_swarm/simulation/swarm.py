@@ -63,7 +63,7 @@ class SwarmSettings:
     sync_s: float = 0.0
     download_s: float = 0.0
     in_flight: int | None = None
-    slack: float = 2.0
+    slack: float = 3.0
     reading_s: float = 5.0
     trainer_region: str = ""
     near_first: bool = True
@@ -387,7 +387,7 @@ class SwarmSimulation:
         now, worker, microbatch = self.loop.now, task.worker, task.microbatch
         task.replied = True
         worker.done += 1
-        self.wiring.complete(task.stage, worker.name, task.computed_s, now=now, queued_s=(len(worker.forwards)+self.settings.backward_ratio*len(worker.backwards))*self.settings.forward_of(worker.stage)/worker.speed)
+        self.wiring.complete(task.stage, worker.name, task.computed_s, now=now)
         self.deadlines.completed(worker.name, task.stage, "process", now - task.sent_s)
         self.bans.succeeded(now, worker.name)
         microbatch.missing -= 1
@@ -499,7 +499,7 @@ class SwarmSimulation:
             elif last:
                 seconds *= 1.0 + settings.backward_ratio
             if settings.noise:
-                seconds *= self._generator.lognormvariate(0.0, settings.noise)
+                seconds *= self._generator.lognormvariate(-0.5 * settings.noise**2, settings.noise)
             seconds += settings.overhead_s * (2 if last else 1)
             worker.current = task
             self.loop.after(seconds, self._end, worker, task, attempt, backward or last, seconds)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from lightning_swarm.swarm.codec import Buffer, Meta, Slot, wire_bytes
+from lightning_swarm.swarm.codec import Buffer, Meta, Slot
 from lightning_swarm.swarm.errors import CallerError, ProtocolError
 
 REQUEST, REPLY, FAILURE = 1, 2, 3
@@ -119,7 +119,10 @@ def make_slots(metas: Sequence[Meta], body_bytes: int, limits: Limits) -> list[S
     """Memory for the announced tensors, if what they need is exactly what will come."""
     if not isinstance(metas, tuple) or len(metas) > limits.tensors:
         raise ProtocolError("A message does not describe its tensors, or has too many.")
-    needed = sum(map(wire_bytes, metas))
+    slots = [Slot(meta) for meta in metas]
+    needed = sum([slot.bytes for slot in slots])
     if needed != body_bytes:
         raise ProtocolError(f"A message describes tensors of {needed} bytes and announces {body_bytes}.")
-    return [Slot(meta) for meta in metas]
+    for slot in slots:
+        slot.allocate()
+    return slots

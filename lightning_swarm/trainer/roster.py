@@ -39,18 +39,36 @@ class StartupTimeout(SwarmError):
     """A stage had no worker within ``startup_timeout``."""
 
 
+class StageLost(SwarmError):
+    """Nobody has the current state of a stage any more."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(f"Stage {stage} has lost its last worker, and with it its state of the current step.")
+        self.stage = stage
+
+
 class Roster:
     """The workers of a run under one plan.
 
     Args:
         stages: How many stages the plan has.
+        counters: Where events are counted.
         startup_timeout_s: How long a stage may stay without any worker.
         check: Called while waiting; raises what makes waiting pointless (a local worker that died at its start).
+        replaceable: Whether somebody besides a stage's workers has its current state.
     """
 
-    def __init__(self, stages: int, startup_timeout_s: float, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stages: int,
+        counters: Counter[str],
+        startup_timeout_s: float,
+        check: Callable[[], None],
+        replaceable: Callable[[], bool],
+    ) -> None:
         self.stages = stages
-        self.counters: Counter[str] = Counter()
+        self.counters = counters
+        self._replaceable = replaceable
         self.workers: dict[str, Worker] = {}
         self._startup_timeout_s = startup_timeout_s
         self._check = check
@@ -106,6 +124,7 @@ class Roster:
         """Until every stage has a worker that is ready.
 
         Raises:
+            StageLost: A stage has no worker, and its state is nowhere.
             StartupTimeout: Names the stages that had none for ``startup_timeout``.
         """
         started = said = time.monotonic()
@@ -114,6 +133,9 @@ class Roster:
             if not empty:
                 return
             self._check()
+            for stage in empty:
+                if not self.at_stage(stage, ready=False) and not self._replaceable():
+                    raise StageLost(stage)
             now = time.monotonic()
             names = ", ".join(map(str, empty))
             seen = "; ".join(f"{w.peer[-6:]} at stage {w.stage}" for w in self.workers.values()) or "none"

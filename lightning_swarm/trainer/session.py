@@ -9,6 +9,7 @@ workers join again.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ from lightning_swarm.trainer.flight import Flight, Job
 from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.origin import Origin
 from lightning_swarm.trainer.pipeline import Pipeline
-from lightning_swarm.trainer.roster import Roster
+from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
+from lightning_swarm.trainer.roster import Roster, StageLost
 from lightning_swarm.worker.state import StageState
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Settings:
     """What of :class:`~lightning_swarm.SwarmStrategy`'s arguments a session needs."""
 
     in_flight: int | None
+    snapshot_every_n_steps: int
     startup_timeout_s: float
     codec: str
     reduce_codec: str
@@ -122,6 +125,10 @@ class Session:
         self._evaluated = 0
         self._planned_event = asyncio.Event()
         self._boundary = asyncio.Lock()
+        self._origin_lock = asyncio.Lock()
+        self._redo = RedoLog(self.step)
+        self._snapshot: asyncio.Task[None] | None = None
+        self.counters: Counter[str] = Counter()
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         """The calls that the trainer answers."""
@@ -148,7 +155,9 @@ class Session:
         except asyncio.TimeoutError:
             return JoinReply("wait").to_dict(), []
         async with self._boundary:
-            assert self.plan is not None and self.roster is not None
+            assert self.plan is not None and self.roster is not None and self.pipeline is not None
+            if caller in self.roster.workers:
+                self.pipeline.lose(caller)
             stage = self.roster.neediest_stage()
             donors = [worker.peer for worker in self.roster.at_stage(stage)]
             if self.origin.version == self.step:
@@ -200,8 +209,9 @@ class Session:
         request = StateRequest.from_dict(header)
         if self.plan is None or request.plan_version != self._plan_version or self.origin.version != self.step:
             raise PeerStale("the trainer's copy of the model is not of this step")
-        state = self.origin.stage_state(self.plan, request.stage)
-        return await asyncio.to_thread(state.to_wire)
+        async with self._origin_lock:
+            state = self.origin.stage_state(self.plan, request.stage)
+            return await asyncio.to_thread(state.to_wire)
 
     # The strategy's wishes; coroutines of the node's loop
 
@@ -211,7 +221,13 @@ class Session:
         self._plan_version += 1
         self._planned = frozenset(plan.signatures)
         old = self.roster
-        self.roster = Roster(len(plan.stages), self._settings.startup_timeout_s, self._check)
+        self.roster = Roster(
+            len(plan.stages),
+            self.counters,
+            self._settings.startup_timeout_s,
+            self._check,
+            replaceable=lambda: self.origin.version == self.step,
+        )
         self.pipeline = Pipeline(self._node, self.roster, self._settings.in_flight)
         self._step_end = StepEnd(self._node, self.roster, self.pipeline, plan, self._identity.session)
         self._planned_event.set()
@@ -239,25 +255,61 @@ class Session:
     async def run(
         self, kind: str, microbatches: Sequence[Microbatch], step_args: tuple[int, ...], context: Context, scale: float
     ) -> list[list[dict[str, Any]]]:
-        """Run one batch's microbatches through all stages.
+        """Run one batch's microbatches through all stages; steps that were lost with a stage are done again.
 
         Returns:
             By microbatch and stage, the effects of the step (``worker/recorder.py``).
         """
+        batch = LoggedBatch(kind, tuple(microbatches), step_args, context, scale)
+        while True:
+            try:
+                effects = await self._run(batch)
+            except StageLost as lost:
+                await self._recover(lost)
+                continue
+            if kind == "training_step":
+                self._redo.add(batch)
+            return effects
+
+    async def _recover(self, lost: StageLost) -> None:
+        """All stages go back to the trainer's copy of the model, and what was done since is done again."""
+        while True:
+            log.warning(
+                "%s Going back from step %d to step %d and doing the steps since then again.",
+                lost,
+                self.step,
+                self.origin.version,
+            )
+            self.counters["stages lost"] += 1
+            self.counters["steps repeated"] += self.step - self.origin.version
+            assert self.plan is not None
+            self.step, self._count = self.origin.version, 0
+            await self.adopt(self.plan)
+            try:
+                for step in self._redo.steps:
+                    for batch in step.batches:
+                        await self._run(batch)
+                    if step.ending is not None and step is not self._redo.steps[-1]:
+                        await self._finish(step.ending)
+                return
+            except StageLost as again:
+                lost = again
+
+    async def _run(self, batch: LoggedBatch) -> list[list[dict[str, Any]]]:
         assert self.plan is not None and self.roster is not None and self.pipeline is not None
         await self.roster.wait_for_all_stages()
         job = Job(
             session=self._identity.session,
             plan_version=self._plan_version,
             step=self.step,
-            kind=kind,
-            signature=self.plan.signatures[kind],
-            signature_is_planned=kind in self._planned,
-            step_args=step_args,
-            context=context,
+            kind=batch.kind,
+            signature=self.plan.signatures[batch.kind],
+            signature_is_planned=batch.kind in self._planned,
+            step_args=batch.step_args,
+            context=batch.context,
         )
         flights = []
-        for microbatch in microbatches:
+        for microbatch in batch.microbatches:
             if job.training:
                 order, name = self._count, f"{self.step}:{self._count}"
                 self._count += 1
@@ -271,7 +323,7 @@ class Session:
                     order=order,
                     microbatch=microbatch,
                     seed=replay_seed(self._settings.run_seed, self.step, order),
-                    scale=scale * microbatch.share if job.training else 0.0,
+                    scale=batch.scale * microbatch.share if job.training else 0.0,
                 )
             )
         await self.pipeline.run(flights)
@@ -279,21 +331,49 @@ class Session:
 
     async def finish_step(self, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
         """Reduce and commit: the swarm is at the next step then."""
+        ending = StepEnding(tuple(hyperparameters), clipping)
+        self._redo.end(ending)
+        while True:
+            try:
+                await self._finish(ending)
+                break
+            except StageLost as lost:
+                await self._recover(lost)
+        self._redo.begin(self.step)
+        if (self.step - self.origin.version) >= self._settings.snapshot_every_n_steps:
+            if self._snapshot is None or self._snapshot.done():
+                self._snapshot = asyncio.create_task(self._take_snapshot(), name="snapshot")
+
+    async def _finish(self, ending: StepEnding) -> None:
         assert self._step_end is not None
-        await self._step_end.finish(self.step, hyperparameters, clipping, self._boundary, self._committed)
+        await self._step_end.finish(
+            self.step, list(ending.hyperparameters), ending.clipping, self._boundary, self._committed
+        )
 
     def _committed(self) -> None:
         self.step += 1
         self._count = self._evaluated = 0
 
+    async def _take_snapshot(self) -> None:
+        """Bring the trainer's copy up to date while training goes on."""
+        try:
+            await self.gather()
+            self.counters["snapshots"] += 1
+        except SwarmError as error:
+            log.info("No snapshot this time: %s", error)
+
     async def gather(self) -> None:
         """Bring the trainer's copy of the model up to the current step."""
         if self.origin.version == self.step or self.plan is None:
             return
-        states = await asyncio.gather(*(self._stage_state(stage.index) for stage in self.plan.stages))
-        await asyncio.to_thread(self.origin.update, list(states))
+        # Each worker captures its state at once, before it can be at the next step; the transfers take their time.
+        states = await asyncio.gather(*(self._stage_state(stage.index, self.step) for stage in self.plan.stages))
+        async with self._origin_lock:
+            if states[0].version > self.origin.version:
+                await asyncio.to_thread(self.origin.update, list(states))
+                self._redo.forget(self.origin.version)
 
-    async def _stage_state(self, stage: int) -> StageState:
+    async def _stage_state(self, stage: int, step: int) -> StageState:
         assert self.roster is not None
         request = StateRequest(self._identity.session, self._plan_version, stage)
         problems = []
@@ -303,8 +383,8 @@ class Session:
                     worker.peer, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
                 )
                 state = await asyncio.to_thread(StageState.from_wire, header, tensors)
-                if state.version != self.step:
-                    raise PeerStale(f"state of step {state.version} instead of {self.step}", worker.peer)
+                if state.version != step:
+                    raise PeerStale(f"state of step {state.version} instead of {step}", worker.peer)
                 return state
             except SwarmError as error:
                 problems.append(f"{worker.peer[-6:]}: {error}")
@@ -312,6 +392,8 @@ class Session:
 
     async def finish(self, failed: bool, outcome: Any) -> None:
         """The session is over: workers return from their Lightning call."""
+        if self._snapshot is not None:
+            self._snapshot.cancel()
         if self.roster is not None:
             await self._tell(list(self.roster.workers), FinishRequest(self._identity.session, False, failed, outcome))
 
@@ -327,5 +409,4 @@ class Session:
     def report(self) -> dict[str, Any]:
         """What the swarm did so far."""
         workers = self.roster.report() if self.roster is not None else []
-        counters = dict(self.roster.counters) if self.roster is not None else {}
-        return {"step": self.step, "workers": workers, "counters": counters}
+        return {"step": self.step, "workers": workers, "counters": dict(self.counters)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import random
 import tracemalloc
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,7 +14,7 @@ import torch
 import uvloop
 
 from lightning_swarm._compat_hivemind import PeerID, p2pd_pb2
-from lightning_swarm.swarm.answering import Answerer, _Answering
+from lightning_swarm.swarm.answering import Answerer, _Answering, _AnsweringNeighbour
 from lightning_swarm.swarm.codec import encode
 from lightning_swarm.swarm.frames import (
     FAILURE,
@@ -26,9 +27,11 @@ from lightning_swarm.swarm.frames import (
     unpack_prefix,
 )
 from lightning_swarm.swarm.rpc import Context
+from lightning_swarm.swarm.shortcut import Shortcut, machine
 from lightning_swarm.swarm.stream import length_prefixed
 
 CALLER = PeerID(b"\x12\x20" + bytes(32))
+NOWHERE = os.open(os.devnull, os.O_RDONLY)
 LIMITS = Limits(header_bytes=10_000, body_bytes=100_000, streams_per_peer=2)
 
 
@@ -53,7 +56,7 @@ class Wire:
         return self
 
     def fileno(self) -> int:
-        raise OSError
+        return NOWHERE
 
     def abort(self) -> None:
         self.closed = True
@@ -270,5 +273,25 @@ def test_ten_thousand_random_messages_do_nothing(secret: bytes | None) -> None:
         peer.feed(stream, wire, peer.request({}))
         await asyncio.sleep(0.01)
         assert answer(wire)[0] == REPLY
+
+    run(test)
+
+
+def test_the_shortcut_is_for_those_with_a_ticket() -> None:
+    async def test() -> None:
+        peer = Peer()
+        tickets = peer.answerer.tickets
+        request = {"machine": machine()}
+        ticket = Shortcut.from_dict(tickets.answer(CALLER.to_base58(), request)).ticket
+        assert tickets.answer("any", {"machine": "another"}) == tickets.answer("any", {}) == {}
+        assert tickets.answer(CALLER.to_base58(), request)["ticket"] == ticket
+        for shown in (ticket, ticket[:-1], bytes(40), b"\x00", ticket[:32] + b"somebody else"):
+            stream, wire = _AnsweringNeighbour(peer.answerer), Wire()
+            stream.connection_made(wire)  # type: ignore[arg-type]
+            peer.feed(stream, wire, length_prefixed(shown))
+            assert wire.closed == (shown != ticket)
+            peer.feed(stream, wire, peer.request({}))
+            await asyncio.sleep(0)
+        assert [caller for caller, _, _ in peer.calls] == [CALLER.to_base58()]
 
     run(test)
