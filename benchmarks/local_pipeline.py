@@ -224,6 +224,15 @@ def measure(side: str, width: int, steps: int) -> dict[str, Any]:
 
 def compare(sides: list[str], width: int, steps: int, rounds: int, file: Path | None) -> None:
     """Run all sides and print their ratios."""
+    report = Report(
+        "local_pipeline",
+        width=width,
+        layers=LAYERS,
+        stages=STAGES,
+        microbatches=MICROBATCHES,
+        steps=steps,
+        rounds=rounds,
+    )
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in sides:
@@ -234,15 +243,6 @@ def compare(sides: list[str], width: int, steps: int, rounds: int, file: Path | 
                 flush=True,
             )
 
-    report = Report(
-        "local_pipeline",
-        width=width,
-        layers=LAYERS,
-        stages=STAGES,
-        microbatches=MICROBATCHES,
-        steps=steps,
-        rounds=rounds,
-    )
     speed = {
         side: [BATCH_SIZE / statistics.median(run["step_seconds"]) for run in runs] for side, runs in results.items()
     }

@@ -81,14 +81,16 @@ class Memory(pl.Callback):
         self.folder, self.interpreter = folder, interpreter
 
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-        parameters = dict(module.named_parameters())
-        held = {n: p for n, p in parameters.items() if not isinstance(p.data, FakeTensor) and not p.is_meta}
+        held = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if not isinstance(parameter.data, FakeTensor) and not parameter.is_meta
+        }
         figures = {
             "role": "trainer" if trainer.is_global_zero else "worker",
             "interpreter": self.interpreter,
             "peak": memory_bytes("VmHWM"),
-            "model": sum(p.numel() * p.element_size() for p in parameters.values()),
-            "parameters": sum(p.nbytes for p in held.values()),
+            "parameters": sum(parameter.nbytes for parameter in held.values()),
             "first": next(iter(held), ""),
         }
         Path(self.folder, f"{os.getpid()}.json").write_text(json.dumps(figures))
@@ -120,6 +122,7 @@ def run(total_bytes: float, fit: bool, folder: Path) -> None:
 
 def measure(total_bytes: float, fit: bool, file: Path | None) -> None:
     """Run the swarm in processes of its own and print what they noted."""
+    report = Report("memory", gigabytes=total_bytes / 1e9, stages=STAGES, call="fit" if fit else "validate")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--gigabytes", str(total_bytes / 1e9), "--folder", folder]
         subprocess.run(command + ["--fit"] * fit, check=True)
@@ -128,8 +131,6 @@ def measure(total_bytes: float, fit: bool, file: Path | None) -> None:
         (peer for peer in peers if peer["role"] == "worker"), key=lambda peer: int(peer["first"].split(".")[1])
     )
     assert len(workers) == STAGES, f"{len(workers)} of {STAGES} workers left their figures"
-    model_bytes = workers[0]["model"]
-    report = Report("memory", model_bytes=model_bytes, stages=STAGES, call="fit" if fit else "validate")
     for stage, worker in enumerate(workers):
         peak = worker["peak"] - worker["interpreter"]
         report.figure(f"stage {stage}: parameters", worker["parameters"] / 1e6, "MB", f"from {worker['first']} on")

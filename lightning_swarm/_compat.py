@@ -48,7 +48,7 @@ def mirror_progress(trainer: Trainer, epoch: int, global_step: int, running_stag
 
     Lightning derives them from its loops' progress, which a worker's loops do not make.
     """
-    trainer.fit_loop.epoch_progress.current.processed = epoch
+    trainer.fit_loop.epoch_progress.current.processed = epoch  # type: ignore[attr-defined]
     trainer.fit_loop.epoch_progress.current.completed = epoch
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = global_step
     trainer.state.stage = RunningStage(running_stage)

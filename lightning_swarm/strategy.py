@@ -180,7 +180,7 @@ class SwarmStrategy(Strategy):
         self._stage_of_worker: dict[int, int] = {}
         if self.role == "worker" and threading.current_thread() is threading.main_thread():
             # Loggers and progress bars ask this global of Lightning whether they may write.
-            rank_zero_only.rank = int(os.environ.get(launching.LOCAL_INDEX, "0")) + 1
+            rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # What Lightning asks every strategy
 
@@ -408,7 +408,7 @@ class SwarmStrategy(Strategy):
             "BackboneFinetuning": "freezes and unfreezes parameters in the trainer process",
             "BaseFinetuning": "freezes and unfreezes parameters in the trainer process",
         }
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for kind in type(callback).__mro__:
                 if kind.__name__ in forbidden:
                     raise MisconfigurationException(
@@ -721,7 +721,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

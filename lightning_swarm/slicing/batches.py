@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_swarm.slicing._compat import tree_flatten, tree_unflatten
+from lightning_swarm.slicing.splice import Rebuilt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,29 +38,19 @@ def leaves_of(batch: Any) -> list[Any]:
 
 def replace_leaves(batch: Any, function: Callable[[int, Any], Any]) -> Any:
     """The batch with ``function(position, leaf)`` for every leaf; a container without changes stays the same object."""
-    return _Walk(function).rebuild(batch)
+    return _Opened(function).build(batch)
 
 
-class _Walk:
-    def __init__(self, function: Callable[[int, Any], Any]) -> None:
-        self.function = function
-        self.position = 0
-
-    def rebuild(self, value: Any) -> Any:
-        leaves, spec = tree_flatten(value)
-        new = [self._leaf(leaf) for leaf in leaves]
-        return value if all(a is b for a, b in zip(leaves, new, strict=True)) else tree_unflatten(new, spec)
-
-    def _leaf(self, leaf: Any) -> Any:
-        names: list[Any] = []
+class _Opened(Rebuilt):
+    def leaf(self, leaf: Any) -> Any:
+        """Opens what pytree takes for a leaf."""
         if isinstance(leaf, Mapping):
             names, get = list(leaf), leaf.__getitem__
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, GhostLeaf)):
             names, get = [field.name for field in dataclasses.fields(leaf)], lambda name: getattr(leaf, name)
-        if not names:
-            self.position += 1
-            return self.function(self.position - 1, leaf)
-        new = {name: self.rebuild(get(name)) for name in names}
+        else:
+            return super().leaf(leaf)
+        new = {name: self.build(get(name)) for name in names}
         if all(new[name] is get(name) for name in names):
             return leaf
         opened = copy.copy(leaf)

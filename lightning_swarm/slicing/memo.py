@@ -108,6 +108,9 @@ class _Latest(NamedTuple):
 class MemoMode(GhostMode):
     """The `GhostMode` of a stage in front of its split point: remembers, and touches nothing that is real.
 
+    It does nothing unless ``active``: the user's code may have entered another mode since, and then this one cannot be
+    left before that.
+
     Args:
         ghosts: Who makes ghosts.
         before_write: Called with a real tensor that an operation is about to change.
@@ -116,6 +119,7 @@ class MemoMode(GhostMode):
 
     def __init__(self, ghosts: Ghosts, before_write: Callable[[Tensor], None]) -> None:
         super().__init__(ghosts)
+        self.active = False
         self.learning = False
         self._before_write = before_write
         self._kinds: dict[Any, _Kind] = {}
@@ -129,7 +133,7 @@ class MemoMode(GhostMode):
         if kind is None:
             kind = self._kinds[func] = _classify(func)
         kwargs = kwargs or {}
-        if self.asleep or kind is _Kind.DIRECT:
+        if kind is _Kind.DIRECT or self.asleep or not self.active:
             return func(*args, **kwargs)
         if kind is _Kind.HOOK:
             # Memory serves the same ghost again and again; what is hooked to it would pile up.

@@ -145,7 +145,6 @@ class _PrefixMode(MemoMode):
         before_call: Callable[[nn.Module], None],
     ) -> None:
         super().__init__(ghosts, before_write)
-        self.active = False
         self._root = root
         self._before_call = before_call
         self._entered = False
@@ -159,11 +158,6 @@ class _PrefixMode(MemoMode):
         if self._entered and current_function_mode() is self:
             self.__exit__(None, None, None)
             self._entered = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.active:  # the user's code entered another mode since, so ours cannot be left before that one is
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
 
     def perform(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._before_call(part.module)

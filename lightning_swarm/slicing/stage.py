@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.slicing._compat import tree_flatten
 from lightning_swarm.slicing.batches import GhostLeaf, replace_leaves
 from lightning_swarm.slicing.bind import reseed_if_repeated, unbound
 from lightning_swarm.slicing.dryrun import Context
@@ -34,7 +33,7 @@ from lightning_swarm.slicing.output import StageOutput
 from lightning_swarm.slicing.plan import Plan, SplitPoint, StepSignature
 from lightning_swarm.slicing.prefix import Prefix
 from lightning_swarm.slicing.seeds import replay_seed, seed_everything, stage_seed
-from lightning_swarm.slicing.splice import splice, take
+from lightning_swarm.slicing.splice import flatten, splice, take
 from lightning_swarm.slicing.step import call_step, trains
 
 __all__ = ["GhostLeaf", "SliceError", "Stage", "StageOutput", "replay_seed"]
@@ -84,6 +83,7 @@ class Stage:
         self._ghosts = Ghosts()
         self._parameters, self._buffers = self._settle()
         self._run: _Run | None = None
+        self._checked: StepSignature | None = None
         self._counts: dict[str, int] = {}
         points = {point.module: module.get_submodule(point.module) for point in (self._begin, self._end) if point}
         self._handles = [
@@ -222,9 +222,12 @@ class Stage:
                     f"tensor {position} for stage {self.index} is {tensor.dtype} with {tensor.dim()} dimensions; "
                     f"it should be {spec.dtype} with {len(spec.shape)}"
                 )
-        missing = signature.parameters[self.index] - self._parameters.keys()
-        if missing:
-            raise SliceError(f"{step} needs {', '.join(sorted(missing))} at stage {self.index}, which does not hold it")
+        if signature is not self._checked:
+            missing = signature.parameters[self.index] - self._parameters.keys()
+            if missing:
+                names = ", ".join(sorted(missing))
+                raise SliceError(f"{step} needs {names} at stage {self.index}, which does not hold it")
+            self._checked = signature
 
     def _check_path(self, expected: int, count: int, point: SplitPoint | None) -> None:
         if count != expected:
@@ -238,7 +241,7 @@ class Stage:
             raise SliceError(f'stage {self.index} begins at "{self._begin}", but {run.step} did not call it this time')
         if self._end is not None and run.taken is None:
             raise SliceError(f'stage {self.index} ends at "{self._end}", but {run.step} did not call it this time')
-        leaves = tree_flatten(result)[0] if run.taken is None else run.taken
+        leaves = flatten(result, []) if run.taken is None else run.taken
         if any(is_ghost(leaf) for leaf in leaves):
             raise SliceError(
                 f"stage {self.index} of {run.step} used a value that belongs to another stage: the step took another "

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _MISSING = object()
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # torch's own bookkeeping, hooks among it, is not the user's
 _TABLES = ("_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque)
+_SIMPLE = frozenset({int, float, bool, str, type(None), Tensor})
 _DEPTH = 3
 
 
@@ -41,7 +42,7 @@ class Attributes:
         for live in (table, *(table[name] for name in _TABLES)):
             self._tables[id(live)] = (live, dict(live))
         for name, value in table.items():
-            if name not in _OWN and isinstance(value, _CONTAINERS):
+            if type(value) not in _SIMPLE and name not in _OWN and isinstance(value, _CONTAINERS):
                 self._remember(value, _DEPTH)
 
     def changed(self) -> bool:

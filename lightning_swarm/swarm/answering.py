@@ -25,6 +25,7 @@ from lightning_swarm.swarm.errors import (
     pack_error,
     unpack_error,
 )
+from lightning_swarm.swarm.forks import forget, let_go_in_children
 from lightning_swarm.swarm.frames import FAILURE, REPLY, REQUEST, Prefix, unpack_header
 from lightning_swarm.swarm.rpc import Context, Handler
 from lightning_swarm.swarm.shortcut import METHOD, Tickets
@@ -215,13 +216,11 @@ class Answerer:
             path: Of the socket.
             shortcut_path: Where to listen for peers of this machine that come by the shortcut.
         """
-        loop = asyncio.get_running_loop()
         if shortcut_path is not None:
             self.tickets = Tickets(shortcut_path)
             self.handlers[METHOD] = self._show_shortcut
-            server = await loop.create_unix_server(lambda: _AnsweringNeighbour(self), shortcut_path)
-            self._servers.append(server)
-        self._servers.append(await loop.create_unix_server(lambda: _Answering(self), path))
+            await self._listen(shortcut_path, _AnsweringNeighbour)
+        await self._listen(path, _Answering)
         reader, writer = await asyncio.open_unix_connection(self.context.control_path)
         registration = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{path}").to_bytes(),
@@ -237,6 +236,11 @@ class Answerer:
         if response.type != p2pd_pb2.Response.OK:
             raise RuntimeError(f"p2pd refused to register {self.context.protocol}: {response.error.msg}")
 
+    async def _listen(self, path: str, kind: type[_Answering]) -> None:
+        server = await asyncio.get_running_loop().create_unix_server(lambda: kind(self), path)
+        self._servers.append(server)
+        let_go_in_children(server, server.sockets[0].fileno())
+
     async def _show_shortcut(
         self, caller: str, header: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[dict[str, Any], list[Tensor]]:
@@ -250,6 +254,7 @@ class Answerer:
     async def close(self) -> None:
         """Stops listening, ends every stream and cancels the handlers."""
         for server in self._servers:
+            forget(server)
             server.close()
         tasks = [stream._task for stream in self.streams if stream._task is not None]
         for stream in list(self.streams):

@@ -96,6 +96,9 @@ class Task(Message):
     """Its name, unique in the run: ``step:index`` in training, ``step:e:index`` in evaluation."""
     order: int
     """Smaller goes first."""
+    first: int
+    """The ``order`` of its Lightning batch's first microbatch: in evaluation, all before that are over."""
+    samples: int
     kind: str
     """The name of the user's step function."""
     stage: int
@@ -137,6 +140,7 @@ class Group(Message):
 
     name: str
     parameters: tuple[str, ...]
+    """Whose gradients are summed; none: it is the stage's running buffers that are averaged."""
     members: tuple[GroupMember, ...]
 
 
@@ -210,6 +214,28 @@ class FinishRequest(Message):
     failed: bool
     outcome: Any
     """``results`` of the Lightning call and what callbacks learnt (``swarm/tree.py``, no tensors)."""
+
+
+@dataclass(frozen=True)
+class WorkerRecord(Message):
+    """What a worker announces in the DHT."""
+
+    session: int
+    stage: int
+    """-1 while it has none."""
+    step: int
+    device: str
+    microbatches_per_s: float
+    """By its own measurement; 0 while it has none."""
+    memory_bytes: int
+    addresses: tuple[str, ...]
+    versions: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.microbatches_per_s < 1e9 and self.memory_bytes >= 0 and self.stage >= -1):
+            raise ValueError(
+                f"an impossible announcement: {self.microbatches_per_s} microbatches/s at stage {self.stage}"
+            )
 
 
 @dataclass(frozen=True)

@@ -154,14 +154,24 @@ class StepEnd:
                     by_stages.setdefault(holders, []).append(name)
         groups = []
         for holders, names in by_stages.items():
-            members = tuple(
-                GroupMember(w.peer, 1.0, w.peer in contributors.get(w.stage, ()))
-                for stage in holders
-                for w in sorted(workers, key=lambda w: w.peer)
-                if w.stage == stage
-            )
+            members = self._members(holders, workers, contributors)
             groups.append(Group("stage" + "+".join(map(str, holders)), tuple(names), members))
+        training = self._plan.signatures.get("training_step")
+        for index, written in enumerate(training.written if training is not None else ()):
+            if written:
+                groups.append(Group(f"buffers{index}", (), self._members((index,), workers, contributors)))
         return groups
+
+    @staticmethod
+    def _members(
+        stages: tuple[int, ...], workers: list[Worker], contributors: dict[int, set[str]]
+    ) -> tuple[GroupMember, ...]:
+        return tuple(
+            GroupMember(worker.peer, 1.0, worker.peer in contributors.get(stage, ()))
+            for stage in stages
+            for worker in sorted(workers, key=lambda w: w.peer)
+            if worker.stage == stage
+        )
 
     @staticmethod
     def _absent_everywhere(groups: list[Group], replies: dict[str, ReduceReply]) -> tuple[str, ...]:

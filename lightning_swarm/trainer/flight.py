@@ -40,6 +40,7 @@ class Flight:
     job: Job
     name: str
     order: int
+    first: int
     microbatch: Microbatch
     seed: int
     scale: float
@@ -84,6 +85,8 @@ class Flight:
             step=job.step,
             microbatch=self.name,
             order=self.order,
+            first=self.first,
+            samples=self.microbatch.samples,
             kind=job.kind,
             stage=stage,
             input_peer=self.route[stage - 1] if stage > 0 else None,

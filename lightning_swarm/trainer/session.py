@@ -241,7 +241,10 @@ class Session:
     async def learn(self, plan: Plan) -> None:
         """The same plan, which knows another step function now; new ownership makes the workers join again."""
         assert self.plan is not None
-        if [s.parameters for s in plan.stages] != [s.parameters for s in self.plan.stages]:
+        held = [[(stage.parameters, stage.buffers) for stage in p.stages] for p in (plan, self.plan)]
+        new = plan.signatures.keys() - self.plan.signatures.keys()
+        changes_buffers = any(written for kind in new for written in plan.signatures[kind].written)
+        if held[0] != held[1] or changes_buffers:
             await self.gather()
             await self.adopt(plan)
         else:
@@ -309,6 +312,7 @@ class Session:
             context=batch.context,
         )
         flights = []
+        first = self._count if job.training else self._evaluated
         for microbatch in batch.microbatches:
             if job.training:
                 order, name = self._count, f"{self.step}:{self._count}"
@@ -321,6 +325,7 @@ class Session:
                     job=job,
                     name=name,
                     order=order,
+                    first=first,
                     microbatch=microbatch,
                     seed=replay_seed(self._settings.run_seed, self.step, order),
                     scale=batch.scale * microbatch.share if job.training else 0.0,

@@ -139,11 +139,28 @@ class WorkerService:
         self, server: StageServer, request: ReduceRequest, group: Group
     ) -> tuple[Tensor | None, float, list[str]]:
         accumulator = server.accumulator
+        if not group.parameters:
+            return await self._average(server, request, group), 0.0, []
         if len(group.members) == 1:
             norm = await self.executor.do(Priority.COMMIT, lambda: accumulator.squared_norm(group.parameters))
             return None, norm, accumulator.absent(group.parameters)
         vector, present = await self.executor.do(Priority.COMMIT, lambda: accumulator.flat(group.parameters))
-        summed = await all_reduce(
+        summed = await self._sum(
+            vector, group, request, server.assignment.reduce_codec, accumulator.dtype(group.parameters)
+        )
+        norm = await asyncio.to_thread(squared_norm, summed)
+        return summed, norm, [name for name, there in zip(group.parameters, present) if not there]
+
+    async def _average(self, server: StageServer, request: ReduceRequest, group: Group) -> Tensor | None:
+        if len(group.members) == 1:
+            return None
+        sums = await self.executor.do(Priority.COMMIT, server.buffer_sums)
+        return await self._sum(sums, group, request, "none", sums.dtype)
+
+    async def _sum(
+        self, vector: Tensor, group: Group, request: ReduceRequest, codec: str, dtype: torch.dtype
+    ) -> Tensor:
+        return await all_reduce(
             vector,
             group,
             step=request.step,
@@ -151,12 +168,10 @@ class WorkerService:
             me=self.node.peer_id,
             fetch=self._fetch_as_is,
             outbox=self.outbox,
-            codec=server.assignment.reduce_codec,
+            codec=codec,
             deadline_s=request.deadline_s,
-            dtype=accumulator.dtype(group.parameters),
+            dtype=dtype,
         )
-        norm = await asyncio.to_thread(squared_norm, summed)
-        return summed, norm, [name for name, there in zip(group.parameters, present) if not there]
 
     async def commit(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """Second phase: apply the sum."""
@@ -180,7 +195,7 @@ class WorkerService:
     async def _apply(self, server: StageServer, reduced: _Reduced, request: CommitRequest) -> None:
         hyperparameters = [decode_tree(group, []) for group in request.hyperparameters]
         await self.executor.do(Priority.COMMIT, lambda: self._step(server, reduced, request, hyperparameters))
-        server.forget(request.step)
+        server.forget_step(request.step)
 
     def _step(
         self, server: StageServer, reduced: _Reduced, request: CommitRequest, hyperparameters: list[dict[str, Any]]
@@ -189,7 +204,11 @@ class WorkerService:
         accumulator = server.accumulator
         absent = frozenset(request.absent)
         for group in reduced.groups:
-            accumulator.install(group.parameters, reduced.vectors[group.name], [n not in absent for n in group.parameters])
+            vector = reduced.vectors[group.name]
+            if group.parameters:
+                accumulator.install(group.parameters, vector, [name not in absent for name in group.parameters])
+            elif vector is not None:
+                server.average_buffers(vector)
         gradients = [p.grad for p in server.stage.owned_parameters().values() if p.grad is not None]
         if request.scale != 1.0:
             torch._foreach_mul_(gradients, request.scale)
@@ -197,11 +216,10 @@ class WorkerService:
             torch._foreach_clamp_min_(gradients, -request.clip_value)
             torch._foreach_clamp_max_(gradients, request.clip_value)
         if self.optimizer is not None:
-            for group, values in zip(self.optimizer.param_groups, hyperparameters):
-                group.update(values)
+            for of_optimizer, values in zip(self.optimizer.param_groups, hyperparameters):
+                of_optimizer.update(values)
             self.optimizer.step()
-        accumulator.reset()
-        server.version = request.step + 1
+        server.arrive(request.step + 1)
 
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The state of this worker's stage, as of its step."""
@@ -215,7 +233,7 @@ class WorkerService:
         captured = await self.executor.do(
             Priority.COMMIT,
             lambda: StageState.capture(
-                server.version or 0, server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer
+                server.version or 0, server.stage.owned_parameters(), server.buffers_of_version(), self.optimizer
             ),
         )
         return await asyncio.to_thread(captured.to_wire)
@@ -229,16 +247,18 @@ class WorkerService:
         server = self.server
         assert server is not None
         async with self._commit_lock:
-            await self.executor.do(
-                Priority.COMMIT,
-                lambda: state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer),
-            )
-            server.version = state.version
+            await self.executor.do(Priority.COMMIT, lambda: self._load(server, state))
             for step in sorted(self._queued):
                 if step >= state.version:
                     await self._apply(server, *self._queued[step])
             self._queued.clear()
+        assert server.version is not None
         return server.version
+
+    def _load(self, server: StageServer, state: StageState) -> None:
+        """On the compute thread."""
+        state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer)
+        server.arrive(state.version)
 
     async def finish(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The session is over, or another stage awaits this worker."""

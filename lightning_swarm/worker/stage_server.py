@@ -27,6 +27,7 @@ from lightning_swarm.swarm.tree import decode_tree, encode_tree
 from lightning_swarm.worker.accumulator import Accumulator
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.recorder import Recorder
+from lightning_swarm.worker.statistics import averaged_buffers, weighted_buffers
 
 Fetch = Callable[[str, str, float], Awaitable[list[Tensor]]]
 """``(peer, key, deadline_s) -> tensors``."""
@@ -85,6 +86,9 @@ class StageServer:
         self._recorder = Recorder(module, lambda: self.stage.active)
         self._progress: dict[str, _Progress] = {}
         self._signatures: dict[str, StepSignature] = dict(self.plan.signatures)
+        self._evaluated_before = 0
+        self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
+        self._samples = 0
 
     def close(self) -> None:
         """Leave the stage; its parameters stay as they are."""
@@ -102,6 +106,9 @@ class StageServer:
         """
         if self.version != task.step:
             raise PeerStale(f"this worker is at step {self.version}, the task at step {task.step}")
+        if not task.training and task.first > self._evaluated_before:
+            self._forget({f"{task.step}:e{order}" for order in range(self._evaluated_before, task.first)})
+            self._evaluated_before = task.first
         progress = self._progress.setdefault(task.microbatch, _Progress())
         if progress.runner is not None:
             progress.runner.cancel()
@@ -171,6 +178,8 @@ class StageServer:
         else:
             self.outbox.put(f"{task.microbatch}/a{self.index + 1}", [t.detach().cpu() for t in output.tensors])
         progress.output = output
+        if task.training:
+            self._samples += task.samples
         if self.last and task.training:
             self._backward(progress, task, None)
 
@@ -200,14 +209,47 @@ class StageServer:
             raise ProtocolError(f"the plan says nothing of {task.kind}")
         return self._signatures[task.kind]
 
-    def forget(self, step: int) -> None:
-        """After a step's commit nothing of it is needed any more."""
+    def arrive(self, version: int) -> None:
+        """This stage is at a step now: nothing of earlier ones is needed any more. On the compute thread."""
+        self.version = version
+        self.accumulator.reset()
+        self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
+        self._samples = 0
+
+    def forget_step(self, step: int) -> None:
+        """Let go of what a committed step needed."""
         prefix = f"{step}:"
-        for name in [name for name in self._progress if name.startswith(prefix)]:
-            runner = self._progress.pop(name).runner
-            if runner is not None:
-                runner.cancel()
-        self.outbox.drop(lambda key: str(key).startswith(prefix))
+        self._forget({name for name in self._progress if name.startswith(prefix)})
+        self._evaluated_before = 0
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names:
+            progress = self._progress.pop(name, None)
+            if progress is not None and progress.runner is not None:
+                progress.runner.cancel()
+        self.outbox.drop(lambda key: str(key).partition("/")[0] in names)
+
+    def _running_buffers(self) -> dict[str, Tensor]:
+        """Buffers that training changes here (BatchNorm's), in a fixed order."""
+        signature = self._signatures.get("training_step")
+        written = signature.written[self.index] if signature is not None else frozenset()
+        buffers = self.stage.owned_buffers()
+        return {name: buffers[name] for name in sorted(written) if name in buffers}
+
+    def buffers_of_version(self) -> dict[str, Tensor]:
+        """The stage's buffers as of the beginning of the step: what microbatches have changed since is not agreed upon yet."""
+        return {**self.stage.owned_buffers(), **self._buffers_before}
+
+    def buffer_sums(self) -> Tensor:
+        """What this worker adds to the average of the running buffers."""
+        return weighted_buffers(self._buffers_before, self._running_buffers(), self._samples)
+
+    def average_buffers(self, sums: Tensor) -> None:
+        """Take over the average of all workers. On the compute thread."""
+        buffers = self._running_buffers()
+        with torch.no_grad():
+            for name, value in averaged_buffers(self._buffers_before, sums).items():
+                buffers[name].copy_(value)
 
 
 def loss_of(result: Any) -> Tensor | None:
