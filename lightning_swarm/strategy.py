@@ -178,6 +178,7 @@ class SwarmStrategy(Strategy):
         self._clamped = False
         self._failed = False
         self._stage_of_worker: dict[int, int] = {}
+        self._report: dict[str, Any] = {}
         if self.role == "worker" and threading.current_thread() is threading.main_thread():
             # Loggers and progress bars ask this global of Lightning whether they may write.
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
@@ -430,6 +431,8 @@ class SwarmStrategy(Strategy):
     def teardown(self) -> None:
         if self.role == "trainer" and self._session is not None and self._peer is not None:
             self._gather(timeout_s=10.0 if self._failed else None)
+            if not self._failed:
+                self.report()
         elif self.role == "worker" and self.lightning_module is not None and self.lightning_module._trainer is not None:
             restore_run_stage(self.lightning_module.trainer)
         self.precision_plugin.teardown()
@@ -692,10 +695,16 @@ class SwarmStrategy(Strategy):
         return make_plan(model, self._split(batch)[0].batch, self.stages, step, (0,))
 
     def report(self) -> dict[str, Any]:
-        """What the swarm did so far: ``step``, ``workers`` (a row each) and ``counters``."""
-        if self._session is None or not isinstance(self._peer, TrainerPeer):
-            return {}
-        return self._session.report()
+        """What the swarm has done in this Lightning call, or did in the last one.
+
+        Returns:
+            ``step``, ``elapsed_s``, ``samples``, ``counters`` (joins, leaves, bans, failures by cause, lost microbatches, stages
+            lost, steps repeated), ``trainer`` (its bytes) and ``workers``, a row each: stage, peer, device, microbatches and
+            share of its stage's, seconds in forward, backward, waiting, reduction and commit, bytes sent and received.
+        """
+        if self._session is not None and isinstance(self._peer, TrainerPeer):
+            self._report = self._peer.run(self._session.report())
+        return self._report
 
 
 class _ClipRecorder:

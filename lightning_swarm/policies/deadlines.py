@@ -21,12 +21,22 @@ class _History:
     durations: deque[float]
     backoff: float = 1.0
     quantiles: tuple[float, float] | None = None
+    unseen: int = 0
+
+    def add(self, duration: float) -> None:
+        """Take a duration in. The quantiles follow at once while there are few, later with every fourth."""
+        self.durations.append(duration)
+        self.backoff = 1.0
+        self.unseen += 1
+        if self.unseen >= 4 or len(self.durations) < 8:
+            self.quantiles = None
 
     def median_and_spread(self) -> tuple[float, float]:
         """Median and scaled median absolute deviation (1.4826 makes it the standard deviation of a normal sample)."""
         if self.quantiles is None:
             middle = median(self.durations)
             self.quantiles = middle, 1.4826 * median(abs(value - middle) for value in self.durations)
+            self.unseen = 0
         return self.quantiles
 
 
@@ -62,10 +72,7 @@ class Deadlines:
 
     def completed(self, peer: str, stage: int, call: str, duration_s: float) -> None:
         """Record how long a call took, from sending to the reply. A change of stage starts a new history."""
-        history = self._history(peer, stage, call)
-        history.durations.append(duration_s)
-        history.quantiles = None
-        history.backoff = 1.0
+        self._history(peer, stage, call).add(duration_s)
 
     def timed_out(self, peer: str, stage: int, call: str) -> None:
         """Record that a deadline passed: the peer's next one is twice as long."""

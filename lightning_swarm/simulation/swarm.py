@@ -211,7 +211,10 @@ class SwarmSimulation:
 
     def hang(self, name: str) -> None:
         """The worker answers nothing from now on, its connections stay."""
-        self.workers[name].hung = True
+        worker = self.workers[name]
+        worker.hung = True
+        for task in worker.held:
+            self._watch(task)
 
     def recover(self, name: str) -> None:
         """The hung worker goes on."""
@@ -327,15 +330,16 @@ class SwarmSimulation:
         worker.tasks += 1
         task.sent_s = self.loop.now
         self.bans.dispatched(self.loop.now, worker.name)
-        wait = self.deadlines.deadline_s(worker.name, task.stage, "process")
-        self.loop.after(wait, self._deadline, task, task.attempt)
+        if worker.hung:
+            self._watch(task)
+
+    def _watch(self, task: _Task) -> None:
+        """Let the task's deadline pass. Only those of hung workers can pass unanswered, so others are not simulated."""
+        wait = self.deadlines.deadline_s(task.worker.name, task.stage, "process")
+        self.loop.at(task.sent_s + wait, self._deadline, task, task.attempt)
 
     def _deadline(self, task: _Task, attempt: int) -> None:
-        if task.replied or task.attempt != attempt or not task.worker.alive:
-            return
-        if not task.worker.hung:
-            # A slow neighbour keeps it waiting; the real trainer looks at which fetch waits and grants another deadline.
-            self.loop.after(self.deadlines.deadline_s(task.worker.name, task.stage, "process"), self._deadline, task, attempt)
+        if task.replied or task.attempt != attempt or not task.worker.alive or not task.worker.hung:
             return
         now, worker = self.loop.now, task.worker
         self.deadlines.timed_out(worker.name, task.stage, "process")

@@ -239,6 +239,23 @@ class WorkerRecord(Message):
 
 
 @dataclass(frozen=True)
+class WorkerStats(Message):
+    """What a worker has done since it took its stage; seconds are those of its own clock."""
+
+    queued: int
+    """Closures that wait for its compute thread now."""
+    forward_s: float
+    backward_s: float
+    waiting_s: float
+    """Of all microbatches together: for inputs and gradients from other workers."""
+    reduction_s: float
+    commit_s: float
+    bytes_sent: int
+    bytes_received: int
+    outbox_bytes: int
+
+
+@dataclass(frozen=True)
 class TrainerRecord(Message):
     """What a trainer announces in the DHT."""
 

@@ -37,7 +37,9 @@ class TrainerPeer:
         self.session: Session | None = None
         self.count = -1
         """The current session's number."""
+        self._over = -1  # The last session that has ended; the one after it may have been called but not opened yet.
         self._ended = False
+        self._speaking: asyncio.Task[None] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
         self._switchboard = Switchboard(node, ["trainer", "join", "ready", "leave", "ping", "state", "next"])
@@ -66,7 +68,7 @@ class TrainerPeer:
         session = header.get("session", 0)
         if self._ended:
             return JoinReply("end").to_dict(), []
-        if isinstance(session, int) and session <= self.count:
+        if isinstance(session, int) and session <= self._over:
             return JoinReply("skip").to_dict(), []
         await self._change(_WAIT_S)
         return JoinReply("wait").to_dict(), []
@@ -96,6 +98,8 @@ class TrainerPeer:
         async def begin() -> Session:
             self.session = make()
             self._plug()
+            self._speaking = asyncio.create_task(self.session.speak(), name="a log line a minute")
+            self._notify()
             return self.session
 
         return self.node.run(begin())
@@ -114,6 +118,9 @@ class TrainerPeer:
         session, self.session = self.session, None
 
         async def end() -> None:
+            if self._speaking is not None:
+                self._speaking.cancel()
+            self._over = self.count
             if session is not None:
                 await session.finish(failed, outcome)
             self._plug()

@@ -232,6 +232,9 @@ class Roster:
 
     def report(self) -> list[dict[str, Any]]:
         """One row a worker."""
+        by_stage: Counter[int] = Counter()
+        for worker in self.workers.values():
+            by_stage[worker.stage] += worker.processed
         return [
             {
                 "stage": worker.stage,
@@ -239,6 +242,9 @@ class Roster:
                 "device": worker.device,
                 "ready": worker.ready,
                 "microbatches": worker.processed,
+                "share": worker.processed / max(1, by_stage[worker.stage]),
+                "microbatches_per_s": worker.processed / worker.compute_s if worker.compute_s else 0.0,
+                "outstanding": self._wiring.outstanding(worker.peer),
                 "compute_s": worker.compute_s,
             }
             for worker in sorted(self.workers.values(), key=lambda w: (w.stage, w.peer))

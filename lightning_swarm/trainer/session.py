@@ -9,6 +9,7 @@ workers join again.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     JoinRequest,
     ReadyRequest,
     StateRequest,
+    WorkerStats,
 )
 from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 _JOIN_WAIT_S = 5.0
 _STATE_DEADLINE_S = 600.0
 _FINISH_DEADLINE_S = 5.0
+_STATS_DEADLINE_S = 5.0
+_SPEAK_EVERY_S = 60.0
 
 Reply = tuple[dict[str, Any], Sequence[Tensor]]
 
@@ -129,6 +133,8 @@ class Session:
         self._redo = RedoLog(self.step)
         self._snapshot: asyncio.Task[None] | None = None
         self.counters: Counter[str] = Counter()
+        self._samples = 0
+        self._began_s = time.monotonic()
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         """The calls that the trainer answers."""
@@ -332,6 +338,7 @@ class Session:
                 )
             )
         await self.pipeline.run(flights)
+        self._samples += sum(microbatch.samples for microbatch in batch.microbatches)
         return [flight.effects for flight in flights]
 
     async def finish_step(self, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
@@ -411,7 +418,36 @@ class Session:
 
         await asyncio.gather(*(tell(worker) for worker in workers))
 
-    def report(self) -> dict[str, Any]:
-        """What the swarm did so far."""
-        workers = self.roster.report() if self.roster is not None else []
-        return {"step": self.step, "workers": workers, "counters": dict(self.counters)}
+    async def report(self) -> dict[str, Any]:
+        """What the swarm did so far: ``step``, ``elapsed_s``, ``samples``, ``counters`` and a row a worker."""
+        rows = self.roster.report() if self.roster is not None else []
+        await asyncio.gather(*(self._add_stats(row) for row in rows))
+        sent, received = self._node.traffic
+        return {
+            "step": self.step,
+            "elapsed_s": time.monotonic() - self._began_s,
+            "samples": self._samples,
+            "counters": dict(self.counters),
+            "trainer": {"bytes_sent": sum(sent.values()), "bytes_received": sum(received.values())},
+            "workers": rows,
+        }
+
+    async def _add_stats(self, row: dict[str, Any]) -> None:
+        try:
+            header, _ = await self._node.call(row["peer"], "stats", {}, deadline_s=_STATS_DEADLINE_S)
+            row.update(WorkerStats.from_dict(header).to_dict())
+        except SwarmError as error:
+            row["unreachable"] = str(error)
+
+    async def speak(self) -> None:
+        """One log line a minute."""
+        before = 0
+        while True:
+            await asyncio.sleep(_SPEAK_EVERY_S)
+            if self.roster is None:
+                continue
+            counts = "+".join(str(len(self.roster.at_stage(stage))) for stage in range(self.roster.stages))
+            rate = (self._samples - before) / _SPEAK_EVERY_S
+            before = self._samples
+            events = ", ".join(f"{name} {count}" for name, count in sorted(self.counters.items())) or "no events"
+            log.info("Step %d, %s workers, %.1f samples/s; %s", self.step, counts, rate, events)

@@ -8,6 +8,7 @@ in both, but queues the commits until the state is there.
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_swarm.swarm.calls import (
     ReduceRequest,
     StateRequest,
     Task,
+    WorkerStats,
 )
 from lightning_swarm.swarm.errors import PeerStale
 from lightning_swarm.swarm.node import Node
@@ -68,6 +70,7 @@ class WorkerService:
         self._reduced: _Reduced | None = None
         self._queued: dict[int, tuple[_Reduced, CommitRequest]] = {}
         self._commit_lock = asyncio.Lock()
+        self._reduction_s = self._commit_s = 0.0
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         """By call."""
@@ -79,6 +82,7 @@ class WorkerService:
             "commit": self.commit,
             "state": self.state,
             "finish": self.finish,
+            "stats": self.stats,
         }
 
     def begin(self, server: StageServer, optimizer: Optimizer | None) -> None:
@@ -120,12 +124,14 @@ class WorkerService:
                 f"accumulated {len(held)}; different: {sorted(held ^ frozenset(request.expected))[:4]}"
             )
         reduced = _Reduced(request.step, request.attempt, request.groups)
+        started = time.perf_counter()
         running = [asyncio.create_task(self._reduce_group(server, request, group)) for group in request.groups]
         try:
             results = await asyncio.gather(*running)
         finally:
             for reduction in running:
                 reduction.cancel()
+            self._reduction_s += time.perf_counter() - started
         norms, absent = {}, []
         for group, (vector, squared_norm, missing) in zip(request.groups, results):
             reduced.vectors[group.name] = vector
@@ -201,6 +207,7 @@ class WorkerService:
         self, server: StageServer, reduced: _Reduced, request: CommitRequest, hyperparameters: list[dict[str, Any]]
     ) -> None:
         """On the compute thread."""
+        started = time.perf_counter()
         accumulator = server.accumulator
         absent = frozenset(request.absent)
         for group in reduced.groups:
@@ -220,6 +227,7 @@ class WorkerService:
                 of_optimizer.update(values)
             self.optimizer.step()
         server.arrive(request.step + 1)
+        self._commit_s += time.perf_counter() - started
 
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The state of this worker's stage, as of its step."""
@@ -270,6 +278,23 @@ class WorkerService:
     async def probe(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """What this worker is doing: whether a silence is its own fault."""
         return {"computing_s": self.executor.computing_s(), "queued": self.executor.queued}, []
+
+    async def stats(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """What this worker has done so far."""
+        server = self.server
+        sent, received = self.node.traffic
+        stats = WorkerStats(
+            queued=self.executor.queued,
+            forward_s=server.forward_s if server is not None else 0.0,
+            backward_s=server.backward_s if server is not None else 0.0,
+            waiting_s=server.waiting_s if server is not None else 0.0,
+            reduction_s=self._reduction_s,
+            commit_s=self._commit_s,
+            bytes_sent=sum(sent.values()),
+            bytes_received=sum(received.values()),
+            outbox_bytes=self.outbox.bytes,
+        )
+        return stats.to_dict(), []
 
     async def fetch_from(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
         """Tensors from another peer's outbox."""

@@ -11,6 +11,7 @@ the earlier one (its sources may be gone) and goes on where that one was.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -89,6 +90,7 @@ class StageServer:
         self._evaluated_before = 0
         self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
         self._samples = 0
+        self.forward_s = self.backward_s = self.waiting_s = 0.0
 
     def close(self) -> None:
         """Leave the stage; its parameters stay as they are."""
@@ -129,7 +131,7 @@ class StageServer:
         if progress.output is None:
             inputs = []
             if task.input_peer is not None:
-                inputs = await self._fetch(task.input_peer, f"{task.microbatch}/a{self.index}", task.deadline_s)
+                inputs = await self._wait(task.input_peer, f"{task.microbatch}/a{self.index}", task.deadline_s)
             await self._executor.do(
                 Priority.FORWARD, lambda: self._forward(progress, task, tensors, inputs), order=task.order
             )
@@ -146,14 +148,22 @@ class StageServer:
     async def _fetch_gradients(self, task: Task) -> list[Tensor | None] | None:
         assert task.gradient_peer is not None
         key = f"{task.microbatch}/g{self.index + 1}"
-        received = iter(await self._fetch(task.gradient_peer, key, task.deadline_s))
+        received = iter(await self._wait(task.gradient_peer, key, task.deadline_s))
         flags = next(received)
         return [next(received) if flag else None for flag in flags.tolist()]
+
+    async def _wait(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
+        started = time.perf_counter()
+        try:
+            return await self._fetch(peer, key, deadline_s)
+        finally:
+            self.waiting_s += time.perf_counter() - started
 
     def _forward(self, progress: _Progress, task: Task, tensors: list[Tensor], inputs: list[Tensor]) -> None:
         """On the compute thread. The last stage goes on to its backward pass at once."""
         if progress.output is not None:
             return
+        started = time.perf_counter()
         signature = self._signature(task)
         context = Context.from_dict(task.context)
         self._mirror(context)
@@ -178,6 +188,9 @@ class StageServer:
         else:
             self.outbox.put(f"{task.microbatch}/a{self.index + 1}", [t.detach().cpu() for t in output.tensors])
         progress.output = output
+        elapsed = time.perf_counter() - started
+        self.forward_s += elapsed
+        progress.compute_s += elapsed
         if task.training:
             self._samples += task.samples
         if self.last and task.training:
@@ -188,6 +201,7 @@ class StageServer:
         output = progress.output
         if progress.accumulated or output is None:
             return
+        started = time.perf_counter()
         input_gradients: list[Tensor | None] = [None] * len(output.inputs)
         with self.accumulator.counting(task.microbatch):
             if gradients is not None:
@@ -201,6 +215,9 @@ class StageServer:
                 f"{task.microbatch}/g{self.index}", [flags, *(g.cpu() for g in input_gradients if g is not None)]
             )
         output.release()
+        elapsed = time.perf_counter() - started
+        self.backward_s += elapsed
+        progress.compute_s += elapsed
 
     def _signature(self, task: Task) -> StepSignature:
         if task.signature is not None:
