@@ -107,16 +107,24 @@ def data_of(steps: int) -> TensorDataset:
 
 
 class Stopwatch(pl.Callback):
-    """Notes when each optimizer step was done, and what the swarm had sent at the first and last counted one."""
+    """Notes when each optimizer step was done, and what the swarm reports before and after the counted ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.last_step = WARM_UP_STEPS + steps
         self.done_at: list[float] = []
         self.reports: dict[int, dict[str, Any]] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == len(self.done_at):
             return
+        # A report calls every worker: its time must not count.
+        if trainer.global_step == WARM_UP_STEPS:
+            self.report(trainer)
         self.done_at.append(time.perf_counter())
+        if trainer.global_step == self.last_step:
+            self.report(trainer)
+
+    def report(self, trainer: pl.Trainer) -> None:
         if hasattr(trainer.strategy, "report"):
             self.reports[trainer.global_step] = trainer.strategy.report()
 
@@ -130,7 +138,7 @@ def fit(width: int, steps: int, batch_size: int, **options: Any) -> tuple[pl.Tra
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*LeafSpec.*")
     pl.seed_everything(0, verbose=False)
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(steps)
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -169,8 +177,8 @@ def run_swarm(width: int, steps: int) -> dict[str, Any] | None:
 
 def sent_bytes(report: dict[str, Any]) -> dict[str, int]:
     """Bytes sent so far by the trainer and by each stage's worker, from ``SwarmStrategy.report()``."""
-    sent = {"trainer": report["sent_bytes"]} if "sent_bytes" in report else {}
-    return sent | {f"stage {row['stage']}": row["sent_bytes"] for row in report["workers"] if "sent_bytes" in row}
+    workers = {f"stage {row['stage']}": row["bytes_sent"] for row in report["workers"]}
+    return {"trainer": report["trainer"]["bytes_sent"], **workers}
 
 
 def run_gloo(side: str, width: int, steps: int) -> dict[str, Any]:

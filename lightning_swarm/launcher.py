@@ -190,24 +190,30 @@ class SwarmLauncher(Launcher):
             self._registered = True
         if self._strategy.role == "worker":
             return self._serve(function, trainer, args, kwargs)
-        self._strategy.begin_call()
         try:
+            self._strategy.begin_call()
             results = function(*args, **kwargs)
         except BaseException:
-            self._strategy.end_call(failed=True, results=None)
-            self._strategy.shutdown()
+            # The session lives on: Lightning calls on_exception now, where callbacks may save a checkpoint, then teardown.
+            self._strategy.fail()
             raise
         self._strategy.end_call(failed=False, results=results)
         return results
 
     def _serve(self, function: Callable[..., Any], trainer: "Trainer", args: Any, kwargs: Any) -> Any:
         ignore_checkpoint_path(trainer)
-        self._strategy.begin_call()
-        results = function(*args, **kwargs)
-        if not self._strategy.await_next_call():
+        try:
+            self._strategy.begin_call()
+            results = function(*args, **kwargs)
+            if self._strategy.await_next_call():
+                return results
+        except BaseException:
             self._strategy.shutdown()
-            sys.exit(0)
-        return results
+            raise
+        self._strategy.shutdown()
+        # Lightning would tell them of an exception, but this is the end of a run that went well.
+        trainer.callbacks, trainer.loggers = [], []
+        sys.exit(0)
 
     @override
     def kill(self, signum: int) -> None:

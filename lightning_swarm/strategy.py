@@ -31,6 +31,7 @@ from lightning_swarm import launcher as launching
 from lightning_swarm._compat import (
     MockOptimizer,
     closure_with_hooks,
+    first_step,
     mirror_progress,
     replace_run_stage,
     restore_run_stage,
@@ -53,6 +54,7 @@ from lightning_swarm.worker.recorder import plain_attributes
 
 log = logging.getLogger(__name__)
 
+_FAILED_GATHER_S = 10.0
 _PACKAGES = ("lightning_swarm", "torch", "lightning")
 _CONTEXTS = {
     "training_step": "train_step_context",
@@ -134,10 +136,17 @@ class SwarmStrategy(Strategy):
         self._clipping = _ClipRecorder()
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.role = _role(role)
+        if not isinstance(stages, int) and (isinstance(stages, str) or not all(isinstance(name, str) for name in stages)):
+            raise MisconfigurationException(
+                f"SwarmStrategy(stages={stages!r}) must be how many stages there are, or a list of the names of the submodules "
+                "whose calls begin stages 1, 2, ...: stages=['blocks.3', 'blocks.6']."
+            )
         self.stages = stages if isinstance(stages, int) else list(stages)
         count = stages if isinstance(stages, int) else len(stages) + 1
         if count < 1:
             raise MisconfigurationException(f"SwarmStrategy(stages={stages!r}) has no stage; give at least 1.")
+        if workers is not None and workers < 0:
+            raise MisconfigurationException(f"SwarmStrategy(workers={workers}) must be at least 0.")
         if workers is not None and 0 < workers < count:
             raise MisconfigurationException(
                 f"SwarmStrategy(workers={workers}) cannot serve {count} stages: each needs a worker of its own. Give at least "
@@ -153,6 +162,13 @@ class SwarmStrategy(Strategy):
         for name, chosen in (("codec", codec), ("reduce_codec", reduce_codec)):
             if chosen not in ("none", "fp16", "bf16", "int8"):
                 raise MisconfigurationException(f"SwarmStrategy({name}={chosen!r}) must be none, fp16, bf16 or int8.")
+        for name, addresses in (
+            ("initial_peers", initial_peers),
+            ("host_maddrs", host_maddrs),
+            ("announce_maddrs", announce_maddrs),
+        ):
+            if isinstance(addresses, str):
+                raise MisconfigurationException(f"SwarmStrategy({name}={addresses!r}) must be a list of addresses.")
         self._stage_count = count
         self._workers = count if workers is None else workers
         self._microbatches = microbatches or 2 * count
@@ -360,7 +376,7 @@ class SwarmStrategy(Strategy):
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
         optimizer = self.optimizers[0] if fitting and self.optimizers else None
-        origin = Origin(self.lightning_module, optimizer, trainer.global_step)
+        origin = Origin(self.lightning_module, optimizer, first_step(trainer) if fitting else trainer.global_step)
         assert isinstance(self._peer, TrainerPeer) and trainer.state.fn is not None
         identity = Identity(
             session=self._peer.count,
@@ -430,18 +446,29 @@ class SwarmStrategy(Strategy):
     @override
     def teardown(self) -> None:
         if self.role == "trainer" and self._session is not None and self._peer is not None:
-            self._gather(timeout_s=10.0 if self._failed else None)
-            if not self._failed:
-                self.report()
+            self._bring_home()
         elif self.role == "worker" and self.lightning_module is not None and self.lightning_module._trainer is not None:
             restore_run_stage(self.lightning_module.trainer)
         self.precision_plugin.teardown()
         if self.accelerator is not None and self.role == "worker":
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if self._failed and self.role == "trainer":
+            self.end_call(failed=True, results=None)
+            self.shutdown()
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
+    def _bring_home(self) -> None:
+        try:
+            self._gather()
+        except SwarmError as error:
+            if not self._failed:
+                raise
+            log.warning("The weights of the last steps could not be brought home: %s", error)
+        if not self._failed:
+            self.report()
+
+    def fail(self) -> None:
+        """The Lightning call raises: nothing may take long any more, and Lightning's teardown ends the session."""
         self._failed = True
 
     def end_call(self, failed: bool, results: Any) -> None:
@@ -566,9 +593,14 @@ class SwarmStrategy(Strategy):
         try:
             effects = self._peer.run(self._session.run(kind, microbatches, step_args, context, scale))
         except RemoteError as error:
-            raise as_raised(error) from error
+            raise as_raised(error, self._stage_of(error.peer)) from error
         replay(module, effects, microbatches)
         return merge([of_stages[-1].get("result") for of_stages in effects], microbatches)
+
+    def _stage_of(self, peer: str | None) -> int | None:
+        roster = self._session.roster if self._session is not None else None
+        worker = roster.workers.get(peer) if roster is not None and peer is not None else None
+        return None if worker is None else worker.stage
 
     def _split(self, batch: Any) -> list[Microbatch]:
         count = self._microbatches
@@ -634,22 +666,17 @@ class SwarmStrategy(Strategy):
         try:
             self._peer.run(self._session.finish_step(hyperparameters, self._clipping.clipping))
         except RemoteError as error:
-            raise as_raised(error) from error
+            raise as_raised(error, self._stage_of(error.peer)) from error
         # LR schedulers warn unless the optimizer has stepped before them; it has, on the workers.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
 
     # State
 
-    def _gather(self, timeout_s: float | None = None) -> None:
+    def _gather(self) -> None:
         if self._session is None or not isinstance(self._peer, TrainerPeer):
             return
-        try:
-            self._peer.node.run(self._session.gather(), timeout_s=timeout_s)
-        except SwarmError as error:
-            if timeout_s is None:
-                raise
-            log.warning("The weights of the last steps could not be brought home: %s", error)
+        self._peer.node.run(self._session.gather(), timeout_s=_FAILED_GATHER_S if self._failed else None)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

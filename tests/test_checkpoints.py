@@ -67,9 +67,10 @@ def fit(stages: int | None, make: Any = Warm, **more: Any) -> Outcome:
 
 
 def write(folder: Path, stages: int | None, step: int, **more: Any) -> Path:
-    """Train for one epoch more than the checkpoint of this step needs, and give that checkpoint."""
-    saving = ModelCheckpoint(folder, every_n_train_steps=step, save_top_k=-1)
-    fit(stages, max_epochs=step // BATCHES + 1, callbacks=[saving], enable_checkpointing=True, **more)
+    """Train for a little longer than to the checkpoint of this step, and give that checkpoint."""
+    when: dict[str, Any] = {"every_n_train_steps": step} if step % BATCHES else {"save_on_train_epoch_end": True}
+    saving = ModelCheckpoint(folder, save_top_k=-1, **when)
+    fit(stages, max_epochs=EPOCHS, max_steps=step + 2, callbacks=[saving], enable_checkpointing=True, **more)
     (path,) = folder.glob(f"*step={step}.ckpt")
     return path
 
@@ -85,7 +86,9 @@ def uninterrupted() -> Outcome:
 
 @pytest.mark.parametrize("step", [BATCHES, BATCHES + 2], ids=["between epochs", "within an epoch"])
 @pytest.mark.parametrize(
-    ("writer", "reader"), [(3, None), (None, 3), (4, 3)], ids=["swarm to plain", "plain to swarm", "4 stages to 3"]
+    ("writer", "reader"),
+    [(None, None), (3, None), (None, 3), (4, 3)],
+    ids=["plain to plain", "swarm to plain", "plain to swarm", "4 stages to 3"],
 )
 def test_the_rest_of_a_resumed_run_is_that_of_an_uninterrupted_one(
     writer: int | None, reader: int | None, step: int, tmp_path: Path, uninterrupted: Outcome

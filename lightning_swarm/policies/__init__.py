@@ -1,1 +1,1 @@
-"""Pure policies: numbers in, decisions out, time passed as an argument. The swarm and the simulator run the same objects."""
+"""Pure policies: numbers and the time in, decisions out. The swarm and the simulator run the same objects."""

@@ -5,10 +5,10 @@ systems lacked:
 
 * BUSY is no fault, and a mistake of the caller is not the peer's: both ban nobody.
 * Evidence that arrives while a ban runs does not lengthen it: ten tasks that were out when a peer hung are one hang.
-* A ban does not end with a heartbeat. An announcement lifts only bans whose cause it refutes (the peer could not be reached),
-  and only the first of a series; a restarted peer starts afresh unless it lied.
-* After a ban the peer is on probation: it gets one task, and no second one before it has answered. So a hung peer takes at
-  most two tasks in a ban's window.
+* A ban does not end with a heartbeat. An announcement lifts only bans whose cause it refutes (the peer could not be
+  reached), and only the first of a series; a restarted peer starts afresh unless it lied.
+* After a ban the peer is on probation: it gets one task, and no second one before it has answered. So a hung peer
+  takes at most two tasks in a ban's window.
 * When all peers of a stage are banned, the bans are ignored: a doubtful worker is better than none.
 """
 
@@ -149,7 +149,7 @@ class BanList:
             record.probing_until_s = None
 
     def dispatched(self, now: float, peer: str) -> None:
-        """A task goes to the peer. If it is on probation, it gets no other until it answers (or one ban's length passes)."""
+        """A task goes to the peer. On probation it gets no other until it answers or one ban's length has passed."""
         record = self._records.get(peer)
         if record is not None and not record.proven:
             record.probing_until_s = max(now, record.ban.until_s) + max(record.ban.until_s - record.ban.since_s, 1.0)

@@ -47,7 +47,8 @@ class Deadlines:
     Args:
         floor_s: no deadline is shorter. It covers what the durations do not show: a garbage collection, a busy machine.
         ceiling_s: no deadline is longer, whatever was measured.
-        initial_s: the deadline while nobody of the stage has been measured. Raise it when the first microbatch compiles.
+        initial_s: the deadline while nobody of the stage has been measured. Raise it when the first microbatch
+            compiles.
         factor: multiple of the median that is still ordinary.
         spreads: multiple of the spread that is added.
         unknown_factor: multiple of the stage's median for a peer without history: how much slower than the typical
@@ -67,7 +68,8 @@ class Deadlines:
     def __post_init__(self) -> None:
         if not 0 < self.floor_s <= self.initial_s <= self.ceiling_s:
             raise ValueError(
-                f"Deadlines need 0 < floor_s <= initial_s <= ceiling_s, got {self.floor_s} <= {self.initial_s} <= {self.ceiling_s}."
+                "Deadlines need 0 < floor_s <= initial_s <= ceiling_s, "
+                f"got {self.floor_s} <= {self.initial_s} <= {self.ceiling_s}."
             )
 
     def completed(self, peer: str, stage: int, call: str, duration_s: float) -> None:

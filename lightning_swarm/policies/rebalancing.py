@@ -1,21 +1,23 @@
 """Which workers should serve another stage, and where a new worker is needed most.
 
-The pipeline is as fast as its weakest stage (:func:`~lightning_swarm.policies.utilization.throughput`), and every worker that comes or
-goes unbalances it. Two rules with the same interface, ``decide(now, load) -> moves``:
+The pipeline is as fast as its weakest stage (:func:`~lightning_swarm.policies.utilization.throughput`), and every
+worker that comes or goes unbalances it. Two rules with the same interface, ``decide(now, load) -> moves``:
 
-* :class:`Rebalancer`, ours. It plans on the *future* allocation (downloads that are under way count where they lead, announced
-  leavers do not count), moves as many workers at once as pays, and weighs the gain against the download.
-* :class:`PaperRebalancer`, SWARM's rule (Ryabinin et al., ICML 2023, section 3.2 and algorithm 2): every T seconds the least loaded worker
-  of the least loaded stage goes to the most loaded stage.
+* :class:`Rebalancer`, ours. It plans on the *future* allocation (downloads that are under way count where they lead,
+  announced leavers do not count), moves as many workers at once as pays, and weighs the gain against the download.
+* :class:`PaperRebalancer`, SWARM's rule (Ryabinin et al., ICML 2023, section 3.2 and algorithm 2): every T seconds the
+  least loaded worker of the least loaded stage goes to the most loaded stage.
 
-Both leave a stage's last worker where it is. A moving worker serves its old stage until it holds the state of the new one.
+Both leave a stage's last worker where it is. A moving worker serves its old stage until it holds the state of the new
+one.
 
 What is expected of the allocation with stage capacities c, where X(c) = min c, over the time until it changes anyway::
 
     J(c) = X(c) - lost * sum_k p_k (X(c) - X(c without one worker of k))
 
-``lost`` is the measured losses a second times the seconds until a loss is made good, p_k the chance that it hits stage k. So a
-plan pays when it raises the weakest stage, and where machines vanish often also when it spreads the spare workers.
+``lost`` is the measured losses a second times the seconds until a loss is made good, p_k the chance that it hits stage
+k. So a plan pays when it raises the weakest stage, and where machines vanish often also when it spreads the spare
+workers.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class Move:
     def __str__(self) -> str:
         before, after = (", ".join(f"{value:.3g}" for value in values) for values in (self.before, self.after))
         return (
-            f"{self.peer} moves from stage {self.source} to {self.target}: planned microbatches/s [{before}] -> [{after}], "
-            f"expected gain {self.gain:.3g}, cost {self.cost:.3g} microbatches"
+            f"{self.peer} moves from stage {self.source} to {self.target}: planned microbatches/s "
+            f"[{before}] -> [{after}], expected gain {self.gain:.3g}, cost {self.cost:.3g} microbatches"
         )
 
 
@@ -141,9 +143,9 @@ class _Allocation:
 class Rebalancer:
     """Our rule: see the module's docstring.
 
-    Call :meth:`decide` with every reading (every few seconds, or when something changed): it limits itself. Moves are ordered at most
-    once a period, and besides when workers have been lost since; and only to stages that two readings in a row found in
-    need, so a single false reading moves nobody.
+    Call :meth:`decide` with every reading (every few seconds, or when something changed): it limits itself. Moves are
+    ordered at most once a period, and besides when workers have been lost since; and only to stages that two readings
+    in a row found in need, so a single false reading moves nobody.
 
     Args:
         period_s: shortest time between two decisions that no loss has caused. Lower it when downloads take seconds.
@@ -151,7 +153,8 @@ class Rebalancer:
         horizon_s: how long a better allocation is expected to pay. Raise it for stable machines.
         min_gain: least expected gain, as a share of the present throughput. Raise it when measured speeds are noisy.
         disturbance: share of its capacity that a worker (and whom it downloads from) loses during the download.
-        saturated: a stage whose workers are busy less than this share of the time is not what limits the swarm: nobody moves there.
+        saturated: a stage whose workers are busy less than this share of the time is not what limits the swarm: nobody
+            moves there.
         react_to_losses: False decides once a period only.
     """
 
@@ -168,7 +171,8 @@ class Rebalancer:
     ) -> None:
         if period_s <= 0 or horizon_s <= 0 or download_s < 0:
             raise ValueError(
-                f"period_s and horizon_s must be positive, download_s not negative; got {period_s}, {horizon_s}, {download_s}"
+                "period_s and horizon_s must be positive and download_s cannot be negative, "
+                f"got {period_s}, {horizon_s} and {download_s}."
             )
         self.period_s = period_s
         self.download_s = download_s
@@ -188,7 +192,8 @@ class Rebalancer:
 
         Args:
             now: time of the reading, in seconds of any clock that does not jump.
-            load: the reading. Workers that this rule has ordered to move count as moving even if they do not report it yet.
+            load: the reading. Workers that this rule has ordered to move count as moving even if they do not report it
+                yet.
         """
         if self.losses.observe(now, [worker.peer for worker in load.workers]) and self.react_to_losses:
             self._unanswered_loss = True
@@ -287,7 +292,7 @@ class Rebalancer:
 
     @staticmethod
     def _best_step(plan: _Allocation, costs: Sequence[float], unloaded: Collection[int]) -> tuple[int, int] | None:
-        """The move (index of the worker, target) to the weakest stage that leaves the two stages as strong as possible."""
+        """The move (worker's index, target) to the weakest stage that leaves the two stages as strong as possible."""
         stages = range(len(plan.capacity))
         target = min(stages, key=lambda stage: (plan.capacity[stage], plan.movable[stage], stage))
         if target in unloaded:

@@ -1,31 +1,32 @@
 """Stochastic wiring: which worker of each stage a microbatch passes.
 
-Interleaved weighted round-robin, as in SWARM (Ryabinin et al., ICML 2023, section 3.2 and algorithm 1): each stage keeps a priority
-queue of its peers; a peer's priority is the processing time charged to it so far, and a microbatch goes to the least charged
-one. Slow workers are charged more a microbatch, so each gets a share in proportion to its speed.
+Interleaved weighted round-robin, as in SWARM (Ryabinin et al., ICML 2023, section 3.2 and algorithm 1): each stage
+keeps a priority queue of its peers; a peer's priority is the processing time charged to it so far, and a microbatch
+goes to the least charged one. Slow workers are charged more a microbatch, so each gets a share in proportion to its
+speed.
 
 What is added to the paper's algorithm, each for an incident:
 
-* Forward and backward are charged together at dispatch with the estimate and settled at completion with what was measured.
-  Whatever is still out is re-charged with the new estimate, so a worker that slows down is followed at once.
-* The queue is ordered by the charge *after* the microbatch, as weighted fair queueing orders by finish tags: a slow worker
-  isn't given the last microbatch of a step that a fast one would finish earlier.
-* A new peer enters at the highest charge present, and nobody earns credit while it is idle, full or banned; so nobody is flooded
-  when it comes (back).
-* A timeout is evidence: the time waited is charged and counts as an observation. A peer that came later and has answered nothing yet
-  holds at most two microbatches, any other one at most about twice its share of what is out, whatever the deadlines are.
-* The seconds that a microbatch spends on the wire are added to the charge while peers are compared: the nearest peer wins when
-  this makes the microbatch finish earlier, and since the charge stays, far peers still get their share.
+* Forward and backward are charged together at dispatch with the estimate and settled at completion with what was
+  measured. Whatever is still out is re-charged with the new estimate, so a worker that slows down is followed at once.
+* The queue is ordered by the charge *after* the microbatch, as weighted fair queueing orders by finish tags: a slow
+  worker isn't given the last microbatch of a step that a fast one would finish earlier.
+* A new peer enters at the highest charge present, and nobody earns credit while it is idle, full or banned; so nobody
+  is flooded when it comes (back).
+* A timeout is evidence: the time waited is charged and counts as an observation. A peer that came later and has
+  answered nothing yet holds at most two microbatches, any other one at most about twice its share of what is out,
+  whatever the deadlines are.
+* The seconds that a microbatch spends on the wire are added to the charge while peers are compared: the nearest peer
+  wins when this makes the microbatch finish earlier, and since the charge stays, far peers still get their share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from statistics import median
+from heapq import heappush
 
+from lightning_swarm.policies.stage_queue import Item, PeerCharge, StageQueue
 from lightning_swarm.policies.utilization import ServiceTime
 
 __all__ = ["EdgeCost", "LinkCosts", "StageEmpty", "StochasticWiring"]
@@ -82,16 +83,18 @@ class LinkCosts:
 class StochasticWiring:
     """Chooses workers microbatch by microbatch.
 
-    Every peer that :meth:`route` or :meth:`pick` returns is charged, and exactly one of :meth:`complete`, :meth:`timed_out`,
-    :meth:`failed` and :meth:`withdraw` must follow for it. Peers that have left or moved meanwhile are ignored there.
-    A decision takes microseconds and grows with the logarithm of a stage's workers.
+    Every peer that :meth:`route` or :meth:`pick` returns is charged, and exactly one of :meth:`complete`,
+    :meth:`timed_out`, :meth:`failed` and :meth:`withdraw` must follow for it. Peers that have left or moved meanwhile
+    are ignored there. A decision takes microseconds and grows with the logarithm of a stage's workers.
 
     Args:
         stages: number of stages.
         edge_cost: seconds on the wire between two peers; None treats all links alike.
         smoothing: weight of a new service time, see :class:`~lightning_swarm.policies.utilization.ServiceTime`.
-        lookahead: how many of the least charged peers are compared by edge cost. More finds nearer peers and costs time.
-        unproven_limit: microbatches that a peer, which came when others were at work, may hold before it has answered any.
+        lookahead: how many of the least charged peers are compared by edge cost. More finds nearer peers and costs
+            time.
+        unproven_limit: microbatches that a peer, which came when others were at work, may hold before it has answered
+            any.
 
     Example:
         >>> wiring = StochasticWiring(2)
@@ -120,7 +123,7 @@ class StochasticWiring:
         self.edge_cost = edge_cost
         self.smoothing = smoothing
         self.lookahead = lookahead
-        self._stages = [_Stage(unproven_limit) for _ in range(stages)]
+        self._stages = [StageQueue(unproven_limit) for _ in range(stages)]
         self._where: dict[str, int] = {}
 
     def add(self, stage: int, peer: str, *, service_s: float | None = None, capacity: int | None = None) -> None:
@@ -133,32 +136,21 @@ class StochasticWiring:
             capacity: how many microbatches its memory holds at once; None for no bound.
         """
         self.remove(peer)
-        queue = self._stages[stage]
-        estimate = service_s or queue.typical_s or self._median(queue) or 1.0
-        entry = _Peer(peer, ServiceTime(self.smoothing), estimate, capacity, declared=bool(service_s))
-        entry.newcomer = any(other.service.count for other in queue.peers.values())
-        entry.settled_s = max((other.charge_s for other in queue.peers.values()), default=queue.virtual_s)
-        queue.peers[peer] = entry
-        queue.rate += 1.0 / estimate
+        self._stages[stage].add(peer, ServiceTime(self.smoothing), service_s, capacity)
         self._where[peer] = stage
-        queue.push(entry)
 
     def remove(self, peer: str) -> None:
         """The peer has left; what it held is forgotten. Unknown peers are ignored."""
         stage = self._where.pop(peer, None)
         if stage is None:
             return
-        queue = self._stages[stage]
-        entry = queue.peers.pop(peer)
-        entry.queued = False
-        queue.outstanding -= entry.outstanding
-        queue.rate = sum(1.0 / other.estimate_s for other in queue.peers.values())
+        self._stages[stage].remove(peer)
 
     def move(self, peer: str, stage: int) -> None:
-        """The peer serves another stage now; its speed relative to the old stage's workers is kept as a first estimate."""
+        """The peer serves another stage now. Its speed relative to the old stage's peers makes the first estimate."""
         old = self._stages[self._where[peer]]
         entry = old.peers[peer]
-        here, there = self._median(old), self._median(self._stages[stage])
+        here, there = old.median_s(), self._stages[stage].median_s()
         measured = entry.service.seconds
         known = measured is not None and here and there
         self.add(stage, peer, service_s=measured / here * there if known else None, capacity=entry.capacity)  # type: ignore[operator]
@@ -220,10 +212,10 @@ class StochasticWiring:
         queue = self._stages[stage]
         cost = self.edge_cost if previous is not None or following is not None else None
         wanted = 1 if cost is None else self.lookahead
-        best: _Item | None = None
+        best: Item | None = None
         best_score = best_edge = math.inf
-        passed: list[_Item] = []
-        skipped: list[_Peer] = []
+        passed: list[Item] = []
+        skipped: list[PeerCharge] = []
         while wanted > 0 or best_score == math.inf:
             item = queue.pop()
             if item is None:
@@ -252,28 +244,28 @@ class StochasticWiring:
         for item in passed:
             heappush(queue.heap, item)
         for entry in skipped:
-            # Its turn passes: it pays as if it had been served, so it neither hoards credit nor is looked at again soon.
+            # Its turn passes: it pays as if served, so it neither hoards credit nor is looked at again soon.
             entry.settled_s += entry.estimate_s
             queue.push(entry)
         if cost is not None and best_edge < math.inf:
             queue.edge_s += 0.02 * (best_edge - queue.edge_s)
-        chosen = best[3] if best is not None else self._anyone(queue, exclude, banned)
+        chosen = best[3] if best is not None else queue.anyone(exclude, banned)
         if chosen is None:
             raise StageEmpty(stage, [peer for peer in exclude if peer in queue.peers])
-        return self._charge(queue, chosen, now)
+        return queue.charge(chosen, now)
 
     def complete(self, stage: int, peer: str, service_s: float, *, now: float) -> None:
         """A microbatch is done: settle its charge with the seconds that the worker computed (forward and backward)."""
         entry = self._stages[stage].peers.get(peer)
         if entry is not None:
             entry.heard_s = now
-            self._observe(self._stages[stage], entry, max(service_s, 1e-9))
+            self._stages[stage].observe(entry, max(service_s, 1e-9))
 
     def timed_out(self, stage: int, peer: str, waited_s: float, *, now: float | None = None) -> None:
-        """A deadline passed: charge the wait. It counts as an observation unless the peer is known to be even slower."""
+        """A deadline passed: charge the wait. It is an observation unless the peer is known to be even slower."""
         entry = self._stages[stage].peers.get(peer)
         if entry is not None:
-            self._observe(self._stages[stage], entry, max(waited_s, entry.estimate_s))
+            self._stages[stage].observe(entry, max(waited_s, entry.estimate_s))
 
     def failed(self, stage: int, peer: str) -> None:
         """The call failed or the peer was busy. The charge stays, so that who fails fast does not draw all the work."""
@@ -313,12 +305,13 @@ class StochasticWiring:
     def in_flight_target(self, *, edge_s: Sequence[float] | None = None, slack: float = 3.0) -> int:
         """How many microbatches in flight keep every worker of the weakest stage busy.
 
-        By Little's law the pipeline holds throughput x time in it: at each stage one microbatch in service a worker, and on the wire
-        what leaves in the time of a journey. ``slack`` multiplies that, since routes do not arrive evenly. What the workers' memory
-        cannot hold is not counted in.
+        By Little's law the pipeline holds throughput x time in it: at each stage one microbatch in service a worker,
+        and on the wire what leaves in the time of a journey. ``slack`` multiplies that, since routes do not arrive
+        evenly. What the workers' memory cannot hold is not counted in.
 
         Args:
-            edge_s: seconds on the wire in front of each stage, there and back; None takes the average of the routes chosen.
+            edge_s: seconds on the wire in front of each stage, there and back; None takes the average of the routes
+                chosen.
             slack: raise it when service times vary widely; lower it when memory is short.
 
         Raises:
@@ -338,64 +331,8 @@ class StochasticWiring:
                 target = min(target, sum(entry.capacity or 0 for entry in queue.peers.values()))
         return max(target, 1)
 
-    def _observe(self, queue: _Stage, entry: _Peer, seconds: float) -> None:
-        if entry.outstanding:
-            entry.outstanding -= 1
-            queue.outstanding -= 1
-            entry.settled_s += seconds
-        first = not entry.service.count
-        queue.set_estimate(entry, entry.service.update(seconds))
-        if first:
-            self._learn_scale(queue)
-        if not entry.queued:
-            queue.back(entry)
-        else:
-            queue.push(entry)
-
-    @staticmethod
-    def _charge(queue: _Stage, entry: _Peer, now: float) -> str:
-        if not entry.outstanding:
-            entry.heard_s = now
-        queue.virtual_s = max(queue.virtual_s, entry.charge_s)
-        entry.outstanding += 1
-        queue.outstanding += 1
-        entry.queued = False
-        if not queue.is_full(entry):
-            queue.push(entry)
-        return entry.name
-
     def _settle(self, stage: int, peer: str, *, refund: bool) -> None:
         queue = self._stages[stage]
         entry = queue.peers.get(peer)
-        if entry is None or not entry.outstanding:
-            return
-        entry.outstanding -= 1
-        queue.outstanding -= 1
-        if not refund:
-            entry.settled_s += entry.estimate_s
-        if entry.queued:
-            queue.push(entry)
-        else:
-            queue.back(entry)
-
-    def _learn_scale(self, queue: _Stage) -> None:
-        """Re-estimate peers that have not answered yet, or their first guess would dwarf what the measured ones are charged."""
-        typical = self._median(queue)
-        if typical is None or (queue.typical_s is not None and 0.67 < typical / queue.typical_s < 1.5):
-            return
-        queue.typical_s = typical
-        for entry in queue.peers.values():
-            if not entry.service.count and not entry.declared:
-                queue.set_estimate(entry, typical)
-        queue.rebuild()
-
-    @staticmethod
-    def _median(queue: _Stage) -> float | None:
-        measured = [entry.estimate_s for entry in queue.peers.values() if entry.service.count]
-        return median(measured) if measured else None
-
-    @staticmethod
-    def _anyone(queue: _Stage, exclude: Collection[str], banned: Collection[str]) -> _Peer | None:
-        """The best of those that are full or banned, when there is nobody else: first those that are only full."""
-        allowed = [entry for name, entry in queue.peers.items() if name not in exclude]
-        return min(allowed, key=lambda entry: (entry.name in banned, entry.finish_s), default=None)
+        if entry is not None and entry.outstanding:
+            queue.settle(entry, 0.0 if refund else entry.estimate_s)

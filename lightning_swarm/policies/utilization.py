@@ -3,8 +3,8 @@
 The other policies share these measures. They are plain data and arithmetic: a reading (:class:`SwarmLoad`) is taken by
 whoever does the I/O (the trainer, the simulator), and everything here follows from it.
 
-Capacity is counted in microbatches a second, forward and backward together. A pipeline runs at the capacity of its weakest
-stage, so :func:`throughput` is the least of :func:`capacities`.
+Capacity is counted in microbatches a second, forward and backward together. A pipeline runs at the capacity of its
+weakest stage, so :func:`throughput` is the least of :func:`capacities`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
 class ServiceTime:
     """Exponential moving average of seconds a microbatch, with bias correction.
 
-    The correction is that of Adam (Kingma and Ba, 2015, section 3): the average of the first observations is divided by the
-    weight that they have so far, so the first one counts in full instead of being mixed with a made-up start.
+    The correction is that of Adam (Kingma and Ba, 2015, section 3): the average of the first observations is divided
+    by the weight that they have so far, so the first one counts in full instead of being mixed with a made-up start.
 
     Args:
         smoothing: weight of a new observation. Lower it when single microbatches vary widely, raise it when workers
@@ -113,8 +113,8 @@ class SwarmLoad:
 def stage_costs(load: SwarmLoad) -> list[float]:
     """Seconds that a worker of speed 1 needs for a microbatch at each stage.
 
-    Measured where the stage has measured workers (the median of service time x declared speed), otherwise the plan's relative
-    cost scaled by the measured stages, otherwise 1.
+    Measured where the stage has measured workers (the median of service time x declared speed), otherwise the plan's
+    relative cost scaled by the measured stages, otherwise 1.
     """
     samples: list[list[float]] = [[] for _ in range(load.stages)]
     for worker in load.workers:
@@ -162,8 +162,8 @@ def throughput(load: SwarmLoad) -> float:
 class LossRate:
     """How often workers vanish, from the readings alone.
 
-    A peer counts as lost when two readings in a row miss it, so that one false reading counts nobody; one that announced its
-    leaving counts as well, since its place becomes empty all the same.
+    A peer counts as lost when two readings in a row miss it, so that one false reading counts nobody; one that
+    announced its leaving counts as well, since its place becomes empty all the same.
 
     Args:
         memory_s: how long the past counts. Shorten it when the market for spot machines changes within minutes.

@@ -1,12 +1,14 @@
 """Who serves which stage over hours: churn, downloads and moves, without microbatches.
 
-Workers are alike, stages cost alike and the pipeline runs at the rate of its weakest stage, so between two events the throughput is the
-least number of serving workers of a stage. The best possible spreads the machines present perfectly, at once and for free:
-floor(machines / stages). A part of the difference is nobody's fault: a machine that has just come holds no state yet. The *ceiling*
-spreads those that hold one perfectly; no policy that does not know the future gets beyond it.
+Workers are alike, stages cost alike and the pipeline runs at the rate of its weakest stage, so between two events the
+throughput is the least number of serving workers of a stage. The best possible spreads the machines present perfectly,
+at once and for
+free: floor(machines / stages). A part of the difference is nobody's fault: a machine that has just come holds no state
+    yet.
+The *ceiling* spreads those that hold one perfectly; no policy that does not know the future gets beyond it.
 
-The policy object is the swarm's own. It sees a reading a few seconds after each change, as often as it wants to look at a
-standing need, and its moves take effect when the download ends, the worker serving its old stage meanwhile.
+The policy object is the swarm's own. It sees a reading a few seconds after each change, as often as it wants to look
+at a standing need, and its moves take effect when the download ends, the worker serving its old stage meanwhile.
 """
 
 from __future__ import annotations
@@ -196,7 +198,7 @@ class _Run:
         return SwarmLoad(self.settings.stages, tuple(self.loads.values()))
 
     def _look_soon(self) -> None:
-        """Readings are taken on a grid. Only two are made after machines came or went, since others would show nothing new."""
+        """Take two readings, on a grid, after machines came or went: more would show nothing new."""
         if self.policy is not None and self.policy.period_s > 0:
             step = self.settings.reading_s
             first = (math.floor(self.loop.now / step) + 1) * step

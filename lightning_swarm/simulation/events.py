@@ -1,8 +1,8 @@
 """The event loop of the simulation: a heap of (time, order, callback).
 
-simpy was tried first. Its processes are generators and each step of one costs several allocations; the callbacks here take about a
-quarter of the time (``benchmarks/simulate_routing.py`` prints both), and a table of the routing benchmark has some 10^8 events.
-Events of one moment run in the order in which they were scheduled, so a seed determines a run.
+simpy was tried first. Its processes are generators and each step of one costs several allocations; the callbacks here
+take about a quarter of the time (``benchmarks/simulate_routing.py`` prints both), and a table of the routing benchmark
+has some 10^8 events. Events of one moment run in the order in which they were scheduled, so a seed determines a run.
 """
 
 from __future__ import annotations

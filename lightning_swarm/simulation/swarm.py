@@ -2,15 +2,20 @@
 
 What the real swarm does is done here in simulated time, by the same policy objects:
 
-* The trainer sends a microbatch along a route of :class:`StochasticWiring` and keeps as many in flight as that asks for.
-* A worker runs one pass at a time: backward passes first, and of each kind the microbatch that was sent off first (in order of arrival,
-  deep pipelines lose some 5 % since old microbatches hold places of those in flight). The activation goes to the next worker as soon as it exists, its gradient comes back;
-  the last stage runs both passes at once. A transfer occupies the sender's uplink for its bytes and arrives a latency later.
-* A step is a number of microbatches, then reduction and commit. Moved and joining workers begin to serve between two steps.
-* When a worker is killed, whatever it was asked for or has accumulated in the step goes to another worker of its stage, which
-  fetches the input and the gradient again from the neighbours: nothing else is repeated. When it hangs, the deadline finds out.
+* The trainer sends a microbatch along a route of :class:`StochasticWiring` and keeps as many in flight as that asks
+  for.
+* A worker runs one pass at a time: backward passes first, and of each kind the microbatch that was sent off first (in
+  order of arrival, deep pipelines lose some 5 % since old microbatches hold places of those in flight). The activation
+  goes to the next worker as soon as it exists, its gradient comes back; the last stage runs both passes at once. A
+  transfer occupies the sender's uplink for its bytes and arrives a latency later.
+* A step is a number of microbatches, then reduction and commit. Moved and joining workers begin to serve between two
+  steps.
+* When a worker is killed, whatever it was asked for or has accumulated in the step goes to another worker of its
+  stage, which fetches the input and the gradient again from the neighbours: nothing else is repeated. When it hangs,
+  the deadline finds out.
 
-Not simulated: the bytes of single calls, the DHT, and what the trainer's process costs; ``overhead_s`` stands for the latter.
+Not simulated: the bytes of single calls, the DHT, and what the trainer's process costs; ``overhead_s`` stands for the
+latter.
 """
 
 from __future__ import annotations
@@ -246,8 +251,12 @@ class SwarmSimulation:
                     worker.stage,
                     service_s=self.wiring.measured_s(worker.name) if known else None,
                     speed=worker.speed if not known else 1.0,
-                    busy_share=min((worker.busy_s - worker.busy_read_s) / seconds, 1.0) if seconds > 0 and known else None,
-                    queue_s=(len(worker.forwards) + len(worker.backwards)) * self.wiring.service_s(worker.name) if known else 0.0,
+                    busy_share=min((worker.busy_s - worker.busy_read_s) / seconds, 1.0)
+                    if seconds > 0 and known
+                    else None,
+                    queue_s=(len(worker.forwards) + len(worker.backwards)) * self.wiring.service_s(worker.name)
+                    if known
+                    else 0.0,
                     moving_to=worker.moving_to,
                     joining=not worker.serving,
                 )
@@ -315,7 +324,9 @@ class SwarmSimulation:
                 microbatch.tasks.append(task)
                 self._ask(task)
             first = microbatch.tasks[0]
-            self.loop.after(self._latency(settings.trainer_region, first.worker), self._input_arrives, first, first.attempt)
+            self.loop.after(
+                self._latency(settings.trainer_region, first.worker), self._input_arrives, first, first.attempt
+            )
 
     def _renew_target(self) -> None:
         try:

@@ -1,8 +1,8 @@
 """Preemption traces: how many machines a spot market gave, and when it took them back.
 
 Two formats are read. An event trace has rows ``time_ms,op,node`` with ``add`` or ``remove``; a count trace has rows
-``t_seconds,n_nodes``, a step function. Either may begin with a header line. A trace says how many machines come and go, not which
-stage they serve: the simulation draws the victims.
+``t_seconds,n_nodes``, a step function. Either may begin with a header line. A trace says how many machines come and
+go, not which stage they serve: the simulation draws the victims.
 """
 
 from __future__ import annotations

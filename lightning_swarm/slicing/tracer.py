@@ -211,9 +211,15 @@ def _geometry_key(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
+    given = {
+        argument.name: args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+    }
+    # Batch normalisation changes its running statistics, but its schema does not say so.
+    silent = ("running_mean", "running_var") if given.get("training") else ()
+    for argument in func._schema.arguments:
+        if argument.name in silent or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = given[argument.name]
             yield from value if isinstance(value, (list, tuple)) else (value,)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_swarm.swarm.calls import JoinReply, TrainerRecord
+from lightning_swarm.swarm.calls import JoinReply, TrainerRecord, WorkerRecord
 from lightning_swarm.swarm.errors import SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
@@ -46,11 +46,18 @@ class TrainerPeer:
         self._plug()
         node.run(node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S))
         node.spawn(self._announce(), "announcing the trainer")
+        node.spawn(self._watch(), "watching the workers' announcements")
 
     async def _announce(self) -> None:
         while True:
             await asyncio.sleep(_ANNOUNCE_EVERY_S)
             await self.node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S)
+
+    async def _watch(self) -> None:
+        """Keep the session informed of who is in the DHT; what is malformed there is counted and ignored."""
+        async for records in self.node.directory.watch("worker", WorkerRecord, _ANNOUNCE_EVERY_S):
+            if self.session is not None:
+                self.session.announced(records, self.node.directory.ignored["worker"])
 
     def _plug(self) -> None:
         handlers: dict[str, Callable[..., Any]] = {

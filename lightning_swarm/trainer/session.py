@@ -27,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     JoinRequest,
     ReadyRequest,
     StateRequest,
+    WorkerRecord,
     WorkerStats,
 )
 from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
@@ -133,6 +134,7 @@ class Session:
         self._redo = RedoLog(self.step)
         self._snapshot: asyncio.Task[None] | None = None
         self.counters: Counter[str] = Counter()
+        self.in_directory: dict[str, WorkerRecord] = {}
         self._samples = 0
         self._began_s = time.monotonic()
 
@@ -417,6 +419,18 @@ class Session:
                 log.info("Worker %s did not hear that the session is over: %s", worker[-6:], error)
 
         await asyncio.gather(*(tell(worker) for worker in workers))
+
+    def announced(self, records: dict[str, WorkerRecord], malformed: int) -> None:
+        """Workers that the DHT knows; those that claim what cannot be are ignored and counted."""
+        impossible = 0
+        self.in_directory = {}
+        for peer, record in records.items():
+            if self.plan is not None and record.stage >= len(self.plan.stages):
+                impossible += 1
+            else:
+                self.in_directory[peer] = record
+        if malformed + impossible:
+            self.counters["announcements ignored"] = malformed + impossible
 
     async def report(self) -> dict[str, Any]:
         """What the swarm did so far: ``step``, ``elapsed_s``, ``samples``, ``counters`` and a row a worker."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.swarm.calls import FinishRequest, TrainerRecord
+from lightning_swarm.swarm.calls import FinishRequest, TrainerRecord, WorkerRecord
 from lightning_swarm.swarm.errors import SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
 _ASK_DEADLINE_S = 5.0
+_ANNOUNCE_EVERY_S = 10.0
 
 
 class WorkerPeer:
@@ -51,10 +52,33 @@ class WorkerPeer:
         self._trainer = self.node.run(self._find_trainer())
         hosted = replace(hosted, request=replace(hosted.request, session=self.count))
         self._member = Member(self.node, self._switchboard, hosted, self._trainer, self._trainer_timeout_s)
+        announcing = self.node.spawn(self._announce(self._member, hosted), "announcing this worker")
         try:
             return self._member.serve()
         finally:
+            announcing.cancel()
             self._member = None
+
+    async def _announce(self, member: Member, hosted: Hosted) -> None:
+        """Tell the DHT who we are, until we sign off."""
+        try:
+            while True:
+                server = member.service.server
+                compute_s = server.forward_s + server.backward_s if server is not None else 0.0
+                record = WorkerRecord(
+                    session=self.count,
+                    stage=server.index if server is not None else -1,
+                    step=(server.version or 0) if server is not None else 0,
+                    device=hosted.request.device,
+                    microbatches_per_s=server.processed / compute_s if server is not None and compute_s else 0.0,
+                    memory_bytes=hosted.request.memory_bytes,
+                    addresses=tuple(self.node.maddrs),
+                    versions=hosted.request.versions,
+                )
+                await self.node.directory.announce("worker", record, 3 * _ANNOUNCE_EVERY_S)
+                await asyncio.sleep(_ANNOUNCE_EVERY_S)
+        finally:
+            await self.node.directory.withdraw("worker")
 
     def drain(self) -> None:
         """Leave the swarm at once: the trainer gives what is under way to others. Safe in a signal handler."""

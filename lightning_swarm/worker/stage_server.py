@@ -91,6 +91,7 @@ class StageServer:
         self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
         self._samples = 0
         self.forward_s = self.backward_s = self.waiting_s = 0.0
+        self.processed = 0
 
     def close(self) -> None:
         """Leave the stage; its parameters stay as they are."""
@@ -142,6 +143,7 @@ class StageServer:
             await self._executor.do(
                 Priority.BACKWARD, lambda: self._backward(progress, task, gradients), order=task.order
             )
+        self.processed += 1
         header, reply_tensors = encode_tree(progress.effects)
         return {"effects": header, "compute_s": progress.compute_s}, reply_tensors
 
