@@ -89,7 +89,10 @@ class Report:
     def finish(self, file: Path | None = None) -> None:
         """Print the tables, and write all to ``file``."""
         console = Console(highlight=False)
-        console.print(f"{self.benchmark}: " + ", ".join(f"{name} {value}" for name, value in self.settings.items()))
+        console.print(
+            f"{self.benchmark}: " + ", ".join(f"{name} {value}" for name, value in self.settings.items()),
+            soft_wrap=True,
+        )
         if self.load_before > 0.5:
             # Threads that wait for each other are slowed far more by a busy core than single ones.
             console.print(

@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from _report import Report, add_json_argument
 from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.proto import runtime_pb2
+from hivemind.proto.runtime_pb2 import ExpertRequest
 from torch import Tensor
 
 from lightning_swarm.swarm.node import Node
 
-KIND = runtime_pb2.ExpertRequest
 PART_BYTES = 1 << 20
 UNARY_LIMIT_BYTES = 2 << 20
 
@@ -121,14 +120,16 @@ class Caller:
 
     async def unary(self, size: int) -> None:
         peer = PeerID.from_base58(self.hivemind_peer)
-        reply = await self.p2p.call_protobuf_handler(peer, "unary", KIND(uid=str(size)), KIND)
+        reply = await self.p2p.call_protobuf_handler(peer, "unary", ExpertRequest(uid=str(size)), ExpertRequest)
         assert len(reply.metadata) == size
 
     async def streaming(self, size: int) -> None:
         peer = PeerID.from_base58(self.hivemind_peer)
         received = -1
         while received != size:  # under load hivemind's stream sometimes ends before its last part
-            replies = await self.p2p.iterate_protobuf_handler(peer, "streaming", KIND(uid=str(size)), KIND)
+            replies = await self.p2p.iterate_protobuf_handler(
+                peer, "streaming", ExpertRequest(uid=str(size)), ExpertRequest
+            )
             parts = [part.metadata async for part in replies]
             received = len(b"".join(parts))
 
@@ -149,18 +150,18 @@ def answer(pipe: Connection) -> None:
     ) -> tuple[dict[str, Any], Sequence[Tensor]]:
         return {}, [get(header["size"])] if header["size"] else []
 
-    async def unary(request: KIND, context: P2PContext) -> KIND:
-        return KIND(metadata=get(int(request.uid)).numpy().tobytes())
+    async def unary(request: ExpertRequest, context: P2PContext) -> ExpertRequest:
+        return ExpertRequest(metadata=get(int(request.uid)).numpy().tobytes())
 
-    async def streaming(request: KIND, context: P2PContext) -> AsyncIterator[KIND]:
+    async def streaming(request: ExpertRequest, context: P2PContext) -> AsyncIterator[ExpertRequest]:
         size = int(request.uid)
         for start in range(0, max(size, 1), PART_BYTES):
-            yield KIND(metadata=get(size)[start : start + PART_BYTES].numpy().tobytes())
+            yield ExpertRequest(metadata=get(size)[start : start + PART_BYTES].numpy().tobytes())
 
     async def start_hivemind() -> P2P:
         p2p = await P2P.create()
-        await p2p.add_protobuf_handler("unary", unary, KIND)
-        await p2p.add_protobuf_handler("streaming", streaming, KIND, stream_output=True)
+        await p2p.add_protobuf_handler("unary", unary, ExpertRequest)
+        await p2p.add_protobuf_handler("streaming", streaming, ExpertRequest, stream_output=True)
         return p2p
 
     with Node(run_id="transport") as node:

@@ -136,7 +136,7 @@ class SwarmStrategy(Strategy):
         self._clipping = _ClipRecorder()
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.role = _role(role)
-        if not isinstance(stages, int) and (isinstance(stages, str) or not all(isinstance(name, str) for name in stages)):
+        if not isinstance(stages, int) and not _are_names(stages):
             raise MisconfigurationException(
                 f"SwarmStrategy(stages={stages!r}) must be how many stages there are, or a list of the names of the submodules "
                 "whose calls begin stages 1, 2, ...: stages=['blocks.3', 'blocks.6']."
@@ -771,6 +771,10 @@ def _role(role: str) -> str:
     if found not in ("trainer", "worker"):
         raise MisconfigurationException(f"{launching.ROLE}={found!r} must be 'trainer' or 'worker'.")
     return found
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
 def _versions() -> dict[str, str]:

@@ -31,6 +31,10 @@ class _History:
         if self.unseen >= 4 or len(self.durations) < 8:
             self.quantiles = None
 
+    def longest_of_late(self) -> float:
+        """The longest of the last few durations."""
+        return max(self.durations[-index] for index in range(1, min(len(self.durations), 3) + 1))
+
     def median_and_spread(self) -> tuple[float, float]:
         """Median and scaled median absolute deviation (1.4826 makes it the standard deviation of a normal sample)."""
         if self.quantiles is None:
@@ -94,6 +98,8 @@ class Deadlines:
         if history is not None and history.stage == stage and history.durations:
             middle, spread = history.median_and_spread()
             allowed = (self.factor + ahead) * middle + self.spreads * spread
+            # Without this a worker that has become slow answers, is measured, and times out again for half a window.
+            allowed = max(allowed, 2.0 * history.longest_of_late())
         else:
             others = self.stage_median_s(stage, call)
             allowed = self.initial_s if others is None else self.unknown_factor * others * (1 + ahead)

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lightning_swarm.policies.utilization import (
     LossRate,
+    ServiceTime,
     SwarmLoad,
     WorkerLoad,
     capacities,
@@ -151,7 +152,9 @@ class Rebalancer:
         period_s: shortest time between two decisions that no loss has caused. Lower it when downloads take seconds.
         download_s: time to fetch the state of a stage.
         horizon_s: how long a better allocation is expected to pay. Raise it for stable machines.
-        min_gain: least expected gain, as a share of the present throughput. Raise it when measured speeds are noisy.
+        min_gain: least expected gain of a decision, as a share of the present throughput.
+        margin: least gain of a move for its two stages, in capacities of the worker that moves. Raise it when measured
+            speeds are noisy.
         disturbance: share of its capacity that a worker (and whom it downloads from) loses during the download.
         saturated: a stage whose workers are busy less than this share of the time is not what limits the swarm: nobody
             moves there.
@@ -165,6 +168,7 @@ class Rebalancer:
         download_s: float = 60.0,
         horizon_s: float = 600.0,
         min_gain: float = 0.005,
+        margin: float = 0.25,
         disturbance: float = 0.1,
         saturated: float = 0.5,
         react_to_losses: bool = True,
@@ -178,6 +182,7 @@ class Rebalancer:
         self.download_s = download_s
         self.horizon_s = horizon_s
         self.min_gain = min_gain
+        self.margin = margin
         self.disturbance = disturbance
         self.saturated = saturated
         self.react_to_losses = react_to_losses
@@ -186,6 +191,7 @@ class Rebalancer:
         self._last_decision: float | None = None
         self._unanswered_loss = False
         self._ordered: dict[str, tuple[int, float]] = {}
+        self._averages: dict[str, tuple[int, ServiceTime]] = {}
 
     def decide(self, now: float, load: SwarmLoad) -> tuple[Move, ...]:
         """Moves to begin now, the most useful first; empty when nothing pays or the need is not confirmed yet.
@@ -197,7 +203,7 @@ class Rebalancer:
         """
         if self.losses.observe(now, [worker.peer for worker in load.workers]) and self.react_to_losses:
             self._unanswered_loss = True
-        load = self._with_orders(now, load)
+        load = self._with_orders(now, self._smoothed(load))
         moves = self._plan(load)
         needy, self._needy = self._needy, frozenset(move.target for move in moves)
         moves = tuple(move for move in moves if move.target in needy)
@@ -211,6 +217,22 @@ class Rebalancer:
             self._ordered[move.peer] = move.target, now
         return moves
 
+    def _smoothed(self, load: SwarmLoad) -> SwarmLoad:
+        """Average each worker's service time over the readings: the noise of one must not look like an imbalance."""
+        if not any(worker.service_s for worker in load.workers):
+            return load
+        averages, workers = {}, []
+        for worker in load.workers:
+            if worker.service_s:
+                stage, average = self._averages.get(worker.peer, (worker.stage, ServiceTime(0.1)))
+                if stage != worker.stage:
+                    average = ServiceTime(0.1)
+                averages[worker.peer] = worker.stage, average
+                worker = replace(worker, service_s=average.update(worker.service_s))
+            workers.append(worker)
+        self._averages = averages
+        return replace(load, workers=tuple(workers))
+
     def _with_orders(self, now: float, load: SwarmLoad) -> SwarmLoad:
         """Orders that are not visible in the reading yet are followed or forgotten within a period or two."""
         if not self._ordered:
@@ -222,11 +244,9 @@ class Rebalancer:
             if order is None or worker.destination == order[0] or now - order[1] > max(self.period_s, 30.0):
                 continue
             present[worker.peer] = order
-            workers[index] = WorkerLoad(
-                worker.peer, worker.stage, worker.service_s, worker.speed, worker.busy_share, worker.queue_s, order[0]
-            )
+            workers[index] = replace(worker, moving_to=order[0])
         self._ordered = present
-        return SwarmLoad(load.stages, tuple(workers), load.stage_costs) if present else load
+        return replace(load, workers=tuple(workers)) if present else load
 
     def _plan(self, load: SwarmLoad) -> tuple[Move, ...]:
         costs = stage_costs(load)
@@ -290,14 +310,15 @@ class Rebalancer:
                 busy[worker.stage].append(worker.busy_share)
         return frozenset(stage for stage, shares in enumerate(busy) if shares and max(shares) < self.saturated)
 
-    @staticmethod
-    def _best_step(plan: _Allocation, costs: Sequence[float], unloaded: Collection[int]) -> tuple[int, int] | None:
+    def _best_step(
+        self, plan: _Allocation, costs: Sequence[float], unloaded: Collection[int]
+    ) -> tuple[int, int] | None:
         """The move (worker's index, target) to the weakest stage that leaves the two stages as strong as possible."""
         stages = range(len(plan.capacity))
         target = min(stages, key=lambda stage: (plan.capacity[stage], plan.movable[stage], stage))
         if target in unloaded:
             return None
-        weakest = plan.capacity[target] * (1.0 + 1e-9)
+        weakest = plan.capacity[target]
         best: tuple[float, float, str] | None = None
         chosen = -1
         for source in sorted(stages, key=lambda stage: -plan.capacity[stage]):
@@ -310,7 +331,8 @@ class Rebalancer:
                     plan.capacity[source] - speed / costs[source], plan.capacity[target] + speed / costs[target]
                 )
                 rank = -value, worker.queue_s, worker.peer
-                if value > weakest and (best is None or rank < best):
+                least = 0.999 * self.margin * speed / costs[target]
+                if value - weakest > least and (best is None or rank < best):
                     best, chosen = rank, index
         return None if best is None else (chosen, target)
 

@@ -7,18 +7,15 @@ itself is bound to the tensor received, by giving it a class whose operations wo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_swarm.slicing._compat import FakeTensor, tree_flatten, tree_map
+from lightning_swarm.slicing.frames import in_custom_function
 from lightning_swarm.slicing.seeds import seed_everything
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class _Bound:
@@ -43,18 +40,8 @@ class BoundTensor(_Bound, Tensor):
     """What was drawn at random in front of the split point, and is what the stage before drew behind it."""
 
 
-def in_custom_function() -> bool:
-    """Whether the forward of a ``torch.autograd.Function`` is running. It runs without gradients, so ask only then."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def bind(stand_in: Tensor, tensor: Tensor, seed: int) -> None:
-    """From now on all references to ``stand_in`` mean ``tensor``; ``seed`` is how generators were seeded when it came."""
+    """From now on all references to ``stand_in`` mean ``tensor``; ``seed`` is that of the stage's own range."""
     stand_in.__dict__["_real"] = tensor
     stand_in.__dict__["_seed"] = seed
     stand_in.__class__ = BoundGhost if isinstance(stand_in, FakeTensor) else BoundTensor

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_swarm.policies.partitioning import Cut, partition
-from lightning_swarm.slicing.liveness import Candidate, Facts
+from lightning_swarm.slicing.facts import Candidate, Facts
 from lightning_swarm.slicing.points import SplitPoint
 
 

@@ -11,60 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from lightning_swarm.slicing.points import LeafSpec, SplitPoint
-from lightning_swarm.slicing.trace import Call, Checkpoint, Kept, Op, Place, Trace, Value
-
-Source = tuple[str, str | int]  # ("leaf", position) or ("buffer", name)
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """Why a call cannot begin a stage."""
-
-    text: str
-    place: Place | None
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A call, and what would cross if a stage began with it."""
-
-    point: SplitPoint
-    index: int
-    positions: tuple[int, ...]
-    specs: tuple[LeafSpec, ...]
-    twins: tuple[tuple[int, int], ...]
-    held: tuple[bool, ...]
-    leaves: int
-    flops_before: float
-    parameters_before: int
-    operations_before: int
-    obstacles: tuple[Obstacle, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that cross, for the whole batch."""
-        return sum(spec.bytes for spec in self.specs)
-
-    @property
-    def degenerate(self) -> bool:
-        """Whether the stage in front would have nothing to give."""
-        return not self.positions
-
-
-@dataclass
-class Facts:
-    """What a trace says, in the order of its events."""
-
-    total_flops: float = 0.0
-    candidates: list[Candidate] = field(default_factory=list)
-    parameter_uses: list[tuple[int, str]] = field(default_factory=list)
-    source_uses: list[tuple[int, frozenset[Source]]] = field(default_factory=list)
-    source_looks: list[tuple[int, frozenset[Source]]] = field(default_factory=list)
-    buffer_writes: list[tuple[int, str]] = field(default_factory=list)
-    flops: list[tuple[int, float]] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
-    end: int = 0
+from lightning_swarm.slicing.facts import Candidate, Facts, Obstacle, Source
+from lightning_swarm.slicing.points import SplitPoint
+from lightning_swarm.slicing.trace import Call, Checkpoint, Kept, Op, Trace, Value
 
 
 @dataclass
@@ -175,9 +124,7 @@ class _Reader:
                 where.append((index, storage.sources))
 
     def _buffers_in(self, storage: int) -> list[str]:
-        return [
-            str(value.key) for value in self.trace.values if value.kind == "buffer" and value.storage == storage
-        ]
+        return [str(value.key) for value in self.trace.values if value.kind == "buffer" and value.storage == storage]
 
     def _values(self, indices: tuple[int, ...]) -> list[Value]:
         return [self.trace.values[index] for index in indices]

@@ -10,46 +10,27 @@ depend on the batch alone and must be computed), calls that look at real data, c
 
 from __future__ import annotations
 
-import enum
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_swarm.slicing._compat import (
-    DisableTorchFunction,
-    FakeTensor,
-    TorchDispatchMode,
-    any_autocast_enabled,
-    tree_flatten,
-    tree_unflatten,
-)
+from lightning_swarm.slicing._compat import DisableTorchFunction, FakeTensor, tree_flatten, tree_unflatten
 from lightning_swarm.slicing.ghost import Ghosts, is_ghost
-from lightning_swarm.slicing.rehearsal import AFTER_ANOTHER, BLANKS, LOOKS, GhostMode, NoRecorder, Part
+from lightning_swarm.slicing.rehearsal import GhostMode, Part
+from lightning_swarm.slicing.signing import PLAIN, Kind, classify, sign, surroundings
+from lightning_swarm.slicing.watch import DataWatch
 
-_PLAIN = frozenset({
-    int, float, bool, str, complex, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-    type(Ellipsis), types.FunctionType, types.BuiltinFunctionType, type, range,
-})  # fmt: skip
-_RESHAPING = frozenset({
-    "resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_",
-    "as_strided_",
-    "requires_grad_", "detach_", "rename_", "share_memory_", "apply_", "map_", "sparse_resize_",
-})  # fmt: skip
-_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+_RESHAPING = frozenset(
+    {
+        "resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_",
+        "as_strided_", "requires_grad_", "detach_", "rename_", "share_memory_", "apply_", "map_", "sparse_resize_",
+    }
+)  # fmt: skip
 _CAPACITY = 4096
 _UNKNOWN = object()
-
-
-class _Kind(enum.Enum):
-    DIRECT = enum.auto()
-    SPECIAL = enum.auto()
-    IN_PLACE = enum.auto()
-    HOOK = enum.auto()
-    COMPUTE = enum.auto()
 
 
 class _Recipe:
@@ -77,6 +58,7 @@ class _Recipe:
         ghost.__dict__["_recipe"] = (self, index)
 
     def serve(self, tensors: list[Tensor]) -> Any:
+        """What the call gives, if these are the tensors among its arguments."""
         if self.spec is None:
             return self.leaves[0] if not self.same else tensors[self.same[0]]
         leaves = self.leaves
@@ -96,13 +78,11 @@ class _Latest(NamedTuple):
 
     def repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any], mood: tuple[Any, ...]) -> bool:
         """Whether a call is this one again."""
-        return (
-            len(args) == len(self.args)
-            and all(map(is_, args, self.args))
-            and kwargs.keys() == self.kwargs.keys()
-            and all(map(is_, kwargs.values(), self.kwargs.values()))
-            and mood == self.mood
-        )
+        if len(args) != len(self.args) or not all(map(is_, args, self.args)) or mood != self.mood:
+            return False
+        if not kwargs:
+            return not self.kwargs
+        return kwargs.keys() == self.kwargs.keys() and all(map(is_, kwargs.values(), self.kwargs.values()))
 
 
 class MemoMode(GhostMode):
@@ -122,7 +102,7 @@ class MemoMode(GhostMode):
         self.active = False
         self.learning = False
         self._before_write = before_write
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         self._recipes: dict[Any, _Recipe | None] = {}
         self._latest: dict[int, _Latest] = {}
 
@@ -131,16 +111,16 @@ class MemoMode(GhostMode):
     ) -> Any:
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _classify(func)
+            kind = self._kinds[func] = classify(func)
         kwargs = kwargs or {}
-        if kind is _Kind.DIRECT or self.asleep or not self.active:
+        if kind is Kind.DIRECT or self.asleep or not self.active:
             return func(*args, **kwargs)
-        if kind is _Kind.HOOK:
+        if kind is Kind.HOOK:
             # Memory serves the same ghost again and again; what is hooked to it would pile up.
             return func(self.ghosts.inner(args[0]) if is_ghost(args[0]) else args[0], *args[1:], **kwargs)
-        if kind is _Kind.SPECIAL:
+        if kind is Kind.SPECIAL:
             return super().__torch_function__(func, types, args, kwargs)
-        if kind is _Kind.IN_PLACE or "out" in kwargs:
+        if kind is Kind.IN_PLACE or "out" in kwargs:
             return self._change(func, args, kwargs)
         return self._recall(func, args, kwargs)
 
@@ -148,18 +128,15 @@ class MemoMode(GhostMode):
         """A submodule's call, from memory if possible."""
         if self.learning:
             return self.perform(part, args, kwargs)
-        mood = (part.module.training, *_surroundings())
+        mood = (part.module.training, *surroundings())
         latest = self._latest.get(id(part))
-        if latest is not None and latest.repeats(args, kwargs, mood):
-            with DisableTorchFunction():
-                if latest.recipe.fresh():
-                    return latest.recipe.serve(latest.tensors)
         key: list[Any] = [id(part), mood]
         tensors: list[Tensor] = []
         with DisableTorchFunction():
-            if not _sign((args, kwargs), key, tensors):
-                key = []
-            recipe = self._recipes.get(tuple(key), _UNKNOWN) if key else None
+            if latest is not None and latest.repeats(args, kwargs, mood) and latest.recipe.fresh():
+                return latest.recipe.serve(latest.tensors)
+            plain = sign(args, key, tensors) and (not kwargs or sign((kwargs,), key, tensors))
+            recipe = self._recipes.get(tuple(key), _UNKNOWN) if plain else None
             if isinstance(recipe, _Recipe) and recipe.fresh():
                 if all(type(tensor) is FakeTensor for tensor in tensors):
                     self._latest[id(part)] = _Latest(args, kwargs, mood, tensors, recipe)
@@ -167,19 +144,39 @@ class MemoMode(GhostMode):
         if recipe is None:
             return self.perform(part, args, kwargs)
         result, learnt = self.learn(lambda: self.perform(part, args, kwargs))
-        recipe = self._remember(tuple(key), result, tensors) if learnt else None
-        if recipe is None:
-            self._recipes[tuple(key)] = None
-            return result
-        return recipe.serve(tensors)
+        with DisableTorchFunction():
+            recipe = self._remember(tuple(key), result, tensors) if learnt else None
+            if recipe is not None:
+                return recipe.serve(tensors)
+        self._recipes[tuple(key)] = None
+        return result
+
+    def learn(self, run: Callable[[], Any]) -> tuple[Any, bool]:
+        """Runs a submodule's call; says whether its outcome may be remembered."""
+        outer, watch = self.recorder, DataWatch()
+        self.recorder, self.learning = watch, True
+        try:
+            with watch:
+                result = run()
+        finally:
+            self.recorder, self.learning = outer, False
+        return result, not watch.saw_data
+
+    def disown(self, ghost: Tensor) -> None:
+        """This ghost is about to be bound: memory must not serve it again."""
+        recipe, index = ghost.__dict__.pop("_recipe", (None, 0))
+        if recipe is not None:
+            recipe.replace(index, self.ghosts.inner(ghost))
 
     def _recall(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation, from memory if possible."""
         key: list[Any] = [func]
         tensors: list[Tensor] = []
-        if not _sign((args, kwargs), key, tensors) or not any(type(tensor) is FakeTensor for tensor in tensors):
+        if not sign(args, key, tensors) or (kwargs and not sign((kwargs,), key, tensors)):
             return self.compute(func, args, kwargs)
-        key.append(_surroundings())
+        if not any(type(tensor) is FakeTensor for tensor in tensors):
+            return func(*args, **kwargs)
+        key.append(surroundings())
         known = self._recipes.get(tuple(key))
         if known is not None and known.fresh():
             return known.serve(tensors)
@@ -189,29 +186,12 @@ class MemoMode(GhostMode):
             if recipe is not None:
                 return recipe.serve(tensors)
             if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
-                self._kinds[func] = _Kind.DIRECT
+                self._kinds[func] = Kind.DIRECT
         return result
 
-    def disown(self, ghost: Tensor) -> None:
-        """This ghost is about to be bound: memory must not serve it again."""
-        recipe, index = ghost.__dict__.pop("_recipe", (None, 0))
-        if recipe is not None:
-            recipe.replace(index, self.ghosts.inner(ghost))
-
-    def learn(self, run: Callable[[], Any]) -> tuple[Any, bool]:
-        """Runs a submodule's call; says whether its outcome may be remembered."""
-        outer, watch = self.recorder, _DataWatch()
-        self.recorder, self.learning = watch, True
-        try:
-            with watch:
-                result = run()
-        finally:
-            self.recorder, self.learning = outer, False
-        return result, not watch.saw_data
-
     def _remember(self, key: tuple[Any, ...], result: Any, tensors: list[Tensor]) -> _Recipe | None:
-        leaves: list[Any]
-        leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
+        leaves: list[Any] = [result] if isinstance(result, Tensor) else tree_flatten(result)[0]
+        spec = None if isinstance(result, Tensor) else tree_flatten(result)[1]
         same: dict[int, int] = {}
         positions = {id(tensor): position for position, tensor in enumerate(tensors)}
         ghostly = False
@@ -223,7 +203,7 @@ class MemoMode(GhostMode):
             elif type(leaf) is FakeTensor:
                 leaves[index] = self.ghosts.inner(leaf)
                 ghostly = True
-            elif type(leaf) not in _PLAIN:
+            elif type(leaf) not in PLAIN:
                 return None
         if not ghostly:
             return None
@@ -249,99 +229,3 @@ class MemoMode(GhostMode):
         if is_ghost(target) and grads and not target.requires_grad:
             return self.compute(func, args, dict(kwargs))
         return None if name == "__setitem__" else target
-
-
-class _DataWatch(TorchDispatchMode, NoRecorder):
-    """Notices whether real data decide something: a number for Python, or the shape of a result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.saw_data = False
-        self._made_up: dict[int, Tensor] = {}
-
-    def alias(self, tensor: Tensor, of: Tensor) -> None:
-        """Zeros that stand for a ghost are no data."""
-        if is_ghost(of) or id(of) in self._made_up:
-            self._made_up[id(tensor)] = tensor
-
-    def look(self, tensors: Iterable[Tensor]) -> None:
-        """See `Recorder`."""
-        if any(self._is_data(tensor) for tensor in tensors):
-            self.saw_data = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-            self.look(inputs)
-        out = func(*args, **kwargs)
-        if any(id(tensor) in self._made_up for tensor in inputs):
-            for leaf in tree_flatten(out)[0]:
-                if isinstance(leaf, Tensor):
-                    self._made_up[id(leaf)] = leaf
-        return out
-
-    def _is_data(self, tensor: Tensor) -> bool:
-        return not is_ghost(tensor) and id(tensor) not in self._made_up
-
-
-def _surroundings() -> tuple[Any, ...]:
-    """What around a call changes its results' types."""
-    if not any_autocast_enabled():
-        return (torch.is_grad_enabled(),)
-    kinds = ("cpu", "cuda")
-    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds))
-
-
-def _classify(func: Any) -> _Kind:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return _Kind.DIRECT
-    if name in _HOOKS:
-        return _Kind.HOOK
-    if func in LOOKS or func in BLANKS or func in AFTER_ANOTHER:
-        return _Kind.SPECIAL
-    in_place = name.endswith("_") and not name.endswith("__")
-    if (
-        in_place
-        or name == "__setitem__"
-        or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    ):
-        return _Kind.IN_PLACE
-    return _Kind.COMPUTE
-
-
-def _sign(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
-    """Appends to ``key`` what a value means for shapes; False if that cannot be told."""
-    kind = type(value)
-    if kind is FakeTensor:
-        tensors.append(value)
-        known = value.__dict__.get("_signature")
-        if known is None:
-            known = (value.shape, value.stride(), value.dtype, value.fake_device)
-            value.__dict__["_signature"] = known
-        key.append(known)
-        key.append(value.requires_grad)
-    elif kind in _PLAIN:
-        key.append(kind)
-        key.append(value)
-    elif kind is tuple or kind is list or kind is torch.Size:
-        key.append(kind)
-        key.append(len(value))
-        return all(_sign(item, key, tensors) for item in value)
-    elif kind is dict:
-        key.append(tuple(value))
-        return all(_sign(item, key, tensors) for item in value.values())
-    elif kind is Tensor or kind is nn.Parameter:
-        tensors.append(value)
-        key.extend((kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
-    elif kind is slice:
-        key.append(kind)
-        return all(_sign(item, key, tensors) for item in (value.start, value.stop, value.step))
-    elif isinstance(value, enum.Enum):
-        key.append(value)
-    else:
-        return False
-    return True

@@ -19,8 +19,9 @@ from lightning_swarm.slicing.batches import leaves_of
 from lightning_swarm.slicing.blueprint import Item, Plan, StagePlan
 from lightning_swarm.slicing.cuts import CutError, choose, named
 from lightning_swarm.slicing.dryrun import Context, dry_run
+from lightning_swarm.slicing.facts import Candidate, Facts
 from lightning_swarm.slicing.ghost import buffer_entries, parameter_entries
-from lightning_swarm.slicing.liveness import Candidate, Facts, read
+from lightning_swarm.slicing.liveness import read
 from lightning_swarm.slicing.points import Boundary, LeafSpec, SplitPoint, StepSignature
 from lightning_swarm.slicing.probe import Rehearsed, rehearse_stages
 from lightning_swarm.slicing.trace import Trace

@@ -20,15 +20,8 @@ from torch import Tensor, nn
 from lightning_swarm.slicing.batches import GhostLeaf, replace_leaves
 from lightning_swarm.slicing.bind import reseed_if_repeated, unbound
 from lightning_swarm.slicing.dryrun import Context
-from lightning_swarm.slicing.ghost import (
-    Entry,
-    Ghosts,
-    buffer_entries,
-    is_ghost,
-    parameter_entries,
-    put,
-    shield,
-)
+from lightning_swarm.slicing.ghost import Ghosts, buffer_entries, is_ghost
+from lightning_swarm.slicing.holdings import settle
 from lightning_swarm.slicing.output import StageOutput
 from lightning_swarm.slicing.plan import Plan, SplitPoint, StepSignature
 from lightning_swarm.slicing.prefix import Prefix
@@ -37,8 +30,6 @@ from lightning_swarm.slicing.splice import flatten, splice, take
 from lightning_swarm.slicing.step import call_step, trains
 
 __all__ = ["GhostLeaf", "SliceError", "Stage", "StageOutput", "replay_seed"]
-
-_LARGE = 1 << 20  # bytes; smaller buffers stay real where nobody needs them, larger ones become ghosts
 
 
 class SliceError(RuntimeError):
@@ -81,7 +72,7 @@ class Stage:
         self._begin: SplitPoint | None = plan.cuts[index - 1] if index else None
         self._end: SplitPoint | None = plan.cuts[index] if index < len(plan.cuts) else None
         self._ghosts = Ghosts()
-        self._parameters, self._buffers = self._settle()
+        self._parameters = settle(module, plan.stages[index], self._ghosts, device)
         self._run: _Run | None = None
         self._checked: StepSignature | None = None
         self._counts: dict[str, int] = {}
@@ -111,7 +102,7 @@ class Stage:
     def owned_buffers(self) -> dict[str, Tensor]:
         """The buffers that this stage needs or changes, by name."""
         entries = buffer_entries(self.module)
-        return {name: entries[name].tensor for name in self._buffers if name in entries}
+        return {name: entries[name].tensor for name in self.plan.stages[self.index].buffers if name in entries}
 
     def run(
         self,
@@ -249,42 +240,6 @@ class Stage:
             )
         return unbound(result) if self._begin is not None and run.taken is None else result
 
-    # -- who holds what
-
-    def _settle(self) -> tuple[dict[str, nn.Parameter], tuple[str, ...]]:
-        """Makes parameters and buffers real or ghosts; gives the real parameters and the names of the real buffers."""
-        mine = self.plan.stages[self.index]
-        parameters: dict[str, nn.Parameter] = {}
-        for name, entry in parameter_entries(self.module).items():
-            assert isinstance(entry.tensor, nn.Parameter)
-            if name in mine.parameters:
-                parameters[name] = self._materialise(entry)
-            else:
-                put(entry, self._ghosts.parameter(entry.tensor, self.device))
-        for name, entry in buffer_entries(self.module).items():
-            tensor = entry.tensor
-            if name in mine.buffers:
-                put(entry, self._empty(tensor) if _hollow(tensor) else tensor.to(self.device))
-            elif _hollow(tensor) or tensor.numel() * tensor.element_size() > _LARGE:
-                put(entry, self._ghosts.like(tensor, self.device))
-            else:
-                put(entry, tensor.to(self.device))
-        shield(self.module)
-        return parameters, mine.buffers
-
-    def _materialise(self, entry: Entry) -> nn.Parameter:
-        parameter = entry.tensor
-        assert isinstance(parameter, nn.Parameter)
-        if _hollow(parameter):
-            parameter = nn.Parameter(self._empty(parameter), requires_grad=parameter.requires_grad)
-            put(entry, parameter)
-        elif parameter.device != self.device:
-            parameter.data = parameter.data.to(self.device)
-        return parameter
-
-    def _empty(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self.device)
-
     def _ghost_leaf(self, position: int, leaf: Any) -> Any:
         if isinstance(leaf, GhostLeaf):
             return self._ghosts.empty(leaf.shape, leaf.dtype, self.device)
@@ -305,10 +260,6 @@ class _Gate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
         return self
-
-
-def _hollow(tensor: Tensor) -> bool:
-    return is_ghost(tensor) or tensor.is_meta
 
 
 def _wants(signature: StepSignature, index: int) -> tuple[bool, ...]:

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
-from torchmetrics import Metric
 
+from lightning_swarm.slicing import frames
 from lightning_swarm.slicing._compat import DisableTorchFunction, TorchDispatchMode, tree_flatten
-from lightning_swarm.slicing.bind import in_custom_function
 from lightning_swarm.slicing.ghost import is_ghost
 from lightning_swarm.slicing.points import LeafSpec
-from lightning_swarm.slicing.trace import Call, Checkpoint, Kept, Op, Place, Trace, Value
+from lightning_swarm.slicing.trace import Call, Kept, Op, Place, Trace, Value
 
 _BLANK = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 }  # fmt: skip
-_NOT_OURS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
-
-
-_CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 class Tracer(TorchDispatchMode):
@@ -61,9 +52,9 @@ class Tracer(TorchDispatchMode):
     def derive(self, name: str, sources: Iterable[Tensor], results: Iterable[Tensor], *, looks: bool = False) -> None:
         """Records an operation that we did ourselves."""
         reads = tuple(self.index(tensor) for tensor in sources)
-        place = _place()
+        place = frames.place()
         makes = tuple(self._new(tensor, "made", place=place) for tensor in results)
-        contained = looks and _in_a_metric()
+        contained = looks and frames.in_a_metric()
         self.trace.events.append(
             Op(name, reads, makes=makes, looks=looks, contained=contained, place=place, frame=self._frame)
         )
@@ -87,7 +78,7 @@ class Tracer(TorchDispatchMode):
                 leaves=tuple(None if leaf is None else self.index(leaf) for leaf in leaves),
                 specs=tuple(None if leaf is None else LeafSpec.of(leaf) for leaf in leaves),
                 parent=self._frame,
-                checkpoint=_checkpoint(),
+                checkpoint=frames.checkpoint(),
             )
         self._counts[module] = call.call + 1
         self._arrived = call
@@ -146,7 +137,7 @@ class Tracer(TorchDispatchMode):
             self._save(tensor)
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-        place = _place()
+        place = frames.place()
         makes = tuple(self._new(tensor, "made", place=place) for tensor in outputs if id(tensor) not in self._ids)
         name = func._opname
         looks = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
@@ -159,8 +150,8 @@ class Tracer(TorchDispatchMode):
             random=torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs),
             blank=name in _BLANK,
             looks=looks,
-            contained=looks and _in_a_metric(),
-            custom=not torch.is_grad_enabled() and in_custom_function(),
+            contained=looks and frames.in_a_metric(),
+            custom=not torch.is_grad_enabled() and frames.in_custom_function(),
             place=place,
             frame=self._frame,
         )
@@ -247,40 +238,3 @@ def _flops(
     if any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
         return 0.0
     return float(sum(tensor.numel() for tensor in outputs if tensor.is_floating_point()))
-
-
-def _place() -> Place | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_NOT_OURS) and not name.startswith("<") and os.sep + "lightning" + os.sep not in name:
-            return Place(name, frame.f_lineno)
-        frame = frame.f_back
-    return None
-
-
-def _checkpoint() -> Checkpoint | None:
-    """Whether the call that arrives is made by activation checkpointing."""
-    frame: FrameType | None = sys._getframe(1)
-    direct = True
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name == _CHECKPOINT:
-            if frame.f_code.co_name == "forward":
-                return Checkpoint.REENTRANT
-            return Checkpoint.ITSELF if direct else Checkpoint.INSIDE
-        direct = direct and name.startswith(_NOT_OURS)
-        frame = frame.f_back
-    return None
-
-
-def _in_a_metric() -> bool:
-    """Whether code of torchmetrics is running: it checks its inputs, and hands no numbers on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if os.sep + "torchmetrics" + os.sep in frame.f_code.co_filename:
-            return True
-        if isinstance(frame.f_locals.get("self"), Metric):
-            return True
-        frame = frame.f_back
-    return False

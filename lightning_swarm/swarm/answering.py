@@ -32,6 +32,9 @@ from lightning_swarm.swarm.shortcut import METHOD, Tickets
 from lightning_swarm.swarm.stream import Stream, length_prefixed
 
 _log = logging.getLogger(__name__)
+# A caller whose deadline passes ends its stream, which cancels the handler. Only when that does not arrive, because the
+# network is cut, the handler is cancelled from here, this much later.
+_GRACE_S = 1.0
 
 
 class _Answering(Stream):
@@ -89,7 +92,7 @@ class _Answering(Stream):
         self.bytes_in = 0
         loop = asyncio.get_running_loop()
         self._expired = False
-        self._expiry = loop.call_later(deadline_s, self._expire)
+        self._expiry = loop.call_later(deadline_s + _GRACE_S, self._expire)
         self._task = loop.create_task(self._answer(method, content, slots, codec))
 
     async def _answer(self, method: str, content: dict, slots: list[Slot], codec: str) -> None:

@@ -56,6 +56,8 @@ def encode(tensor: Tensor, codec: str = "none") -> tuple[list[Buffer], Meta]:
     if codec not in CODECS:
         raise CallerError(f"Unknown codec {codec!r}; known are: {', '.join(CODECS)}.")
     name = _NAME_OF.get(dtype)
+    if type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        tensor = tensor.as_subclass(Tensor)  # an image or a mask is a tensor with a name; it arrives without it
     if name is None or tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in _PLAIN:
         raise CallerError(f"A {type(tensor).__name__} of {dtype} on {tensor.device} has no plain memory to send.")
     plain = tensor.detach().resolve_conj().resolve_neg()

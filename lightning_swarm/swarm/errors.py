@@ -109,7 +109,7 @@ def pack_error(error: BaseException, caller: str) -> dict[str, str]:
     if isinstance(error, RemoteError):
         packed.update(message=error.remote_message, type=error.type_name, traceback=error.traceback)
     elif isinstance(error, SourceFailed):
-        packed.update(peer=error.peer or "", cause=error.cause)
+        packed.update(kind=SourceFailed.__name__, peer=error.peer or "", cause=error.cause)
     elif isinstance(error, ProtocolError) and error.peer in (None, caller):
         packed["kind"] = CallerError.__name__
     elif isinstance(error, SwarmError) and error.peer is not None:

@@ -239,6 +239,7 @@ class Roster:
             {
                 "stage": worker.stage,
                 "peer": worker.peer,
+                "local_index": worker.local_index,
                 "device": worker.device,
                 "ready": worker.ready,
                 "microbatches": worker.processed,

@@ -265,7 +265,7 @@ class WorkerService:
 
     def _load(self, server: StageServer, state: StageState) -> None:
         """On the compute thread."""
-        state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer)
+        state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer, take=True)
         server.arrive(state.version)
 
     async def finish(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:

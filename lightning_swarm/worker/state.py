@@ -89,7 +89,12 @@ class StageState:
         )
 
     def load(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], optimizer: Optimizer | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimizer: Optimizer | None = None,
+        *,
+        take: bool = False,
     ) -> None:
         """Assign everything to a stage, or nothing.
 
@@ -114,7 +119,11 @@ class StageState:
         ready = self._optimizer_state(parameters, optimizer) if optimizer is not None else {}
         with torch.no_grad():
             for name, tensor in self.parameters.items():
-                parameters[name].copy_(tensor)
+                own = parameters[name]
+                if take and own.device == tensor.device and own.stride() == tensor.stride():
+                    own.data = tensor
+                else:
+                    own.copy_(tensor)
             for name, tensor in self.buffers.items():
                 buffers[name].copy_(tensor)
         if optimizer is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_swarm.slicing.liveness import Facts, read
+from lightning_swarm.slicing.facts import Facts
+from lightning_swarm.slicing.liveness import read
 from lightning_swarm.slicing.points import LeafSpec
 from lightning_swarm.slicing.trace import Call, Kept, Op, Trace, Value
 

@@ -31,8 +31,8 @@ from lightning_swarm.swarm.outbox import Outbox, fetch
 class Pair:
     """Two peers of one run; the second answers."""
 
-    def __init__(self) -> None:
-        self.caller = Node(run_id="pair")
+    def __init__(self, shortcuts: bool) -> None:
+        self.caller = Node(run_id="pair", shortcuts=shortcuts)
         self.callee = Node(run_id="pair", initial_peers=self.caller.maddrs)
         self.outbox = Outbox()
         self.cancelled = threading.Event()
@@ -61,9 +61,9 @@ class Pair:
         return self.caller.run(self.caller.call(self.callee.peer_id, method, header or {}, tensors, **options))
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    pair = Pair()
+@pytest.fixture(scope="module", params=[True, False], ids=["shortcut", "libp2p"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(request.param)
     yield pair
     pair.callee.close()
     pair.caller.close()
@@ -242,6 +242,12 @@ def test_a_failing_background_task_is_logged(pair: Pair, caplog: pytest.LogCaptu
     with pytest.raises(ValueError, match="broken"):
         pair.caller.spawn(fail(), "a name").result(5)
     assert "The background task 'a name' failed" in caplog.text and "broken" in caplog.text
+
+
+def test_calls_take_the_way_that_they_should(pair: Pair, request: pytest.FixtureRequest) -> None:
+    pair.call("echo")
+    kinds = {type(stream).__name__ for stream in pair.callee._answerer.streams}
+    assert kinds == {"_AnsweringNeighbour" if pair.caller._shortcuts else "_Answering"}
 
 
 def open_files() -> int:

@@ -14,6 +14,7 @@ import torch
 import uvloop
 
 from lightning_swarm._compat_hivemind import PeerID, p2pd_pb2
+from lightning_swarm.swarm import answering
 from lightning_swarm.swarm.answering import Answerer, _Answering, _AnsweringNeighbour
 from lightning_swarm.swarm.codec import encode
 from lightning_swarm.swarm.frames import (
@@ -148,6 +149,21 @@ def test_a_second_request_before_the_answer_ends_the_stream_and_the_handler() ->
         assert wire.closed and not wire.sent
         await asyncio.wait_for(cancelled.wait(), 5)
         assert not peer.answerer.streams and not peer.answerer.streams_of
+
+    run(test)
+
+
+def test_a_handler_whose_caller_is_cut_off_ends_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "_GRACE_S", -4.99)
+
+    async def test() -> None:
+        peer = Peer()
+        peer.answerer.handlers["echo"] = lambda *_: asyncio.sleep(100)  # type: ignore[assignment]
+        stream, wire = peer.stream()
+        peer.feed(stream, wire, peer.request({}))
+        while not wire.sent:
+            await asyncio.sleep(0.01)
+        assert answer(wire)[1]["kind"] == "DeadlineExceeded" and stream.is_clean
 
     run(test)
 
