@@ -1,12 +1,13 @@
 """Two stages, three workers each, one worker four times slower: does work flow to where the capacity is?
 
-The workers' computing is a pause of known length, so that all of them run at their own speed whatever the number of cores:
-20 ms a microbatch, 80 ms on the slow one. Everything else is real: processes, transport, Lightning. Each worker notes when it
-did each microbatch, and the figures are computed from these notes:
+The workers' computing is a pause of known length, so that all of them run at their own speed whatever the number of
+cores: 20 ms a microbatch, 80 ms on the slow one. Everything else is real: processes, transport, Lightning. Each
+worker notes when it did each microbatch, and the figures are computed from these notes:
 
 * throughput of a step against the ideal split of its microbatches over the workers' speeds;
 * each worker's share of its stage's microbatches against its share of the stage's speed;
-* a worker that becomes four times slower in the middle: after how many more microbatches of its stage its share has followed.
+* a worker that becomes four times slower in the middle: after how many more microbatches of its stage its share has
+  followed.
 
     python benchmarks/heterogeneous.py [--microbatches 256] [--json FILE]
 """
@@ -114,7 +115,9 @@ def speed(index: int, step: int) -> float:
 
 
 def followed_after(done: list[tuple[float, int]], expected: float, window: int = 60) -> int:
-    """After how many microbatches the slow worker's share of the next ``window`` is within 5 points of the expected one."""
+    """After how many microbatches the slow worker's share of the next ``window`` is within 5 points of
+    the expected one.
+    """
     slow = min(SLOW_FROM, key=lambda index: -SLOW_FROM[index])
     for start in range(len(done) - window):
         share = sum(index == slow for _, index in done[start : start + window]) / window
@@ -133,12 +136,16 @@ def main() -> None:
     if arguments.train is not None:
         train(arguments.microbatches, arguments.train)
         return
-    report = Report("heterogeneous", microbatches=arguments.microbatches, workers=WORKERS, stages=STAGES, pause_s=PAUSE_S)
+    report = Report(
+        "heterogeneous", microbatches=arguments.microbatches, workers=WORKERS, stages=STAGES, pause_s=PAUSE_S
+    )
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--train", folder, "--microbatches", str(arguments.microbatches)]
         subprocess.run(command, check=True)
         notes = Path(folder)
-        stages = {int(index): int(stage) for index, stage in (x.split() for x in (notes / "stages").read_text().splitlines())}
+        stages = {
+            int(index): int(stage) for index, stage in (x.split() for x in (notes / "stages").read_text().splitlines())
+        }
         steps = read(notes / "steps")
         done = {index: read(notes / str(index)) for index in stages}
     # Step 0 is when the workers join, step 1 when their speeds become known.
@@ -159,7 +166,9 @@ def main() -> None:
         report.ratio(f"step {step}: largest error of a worker's share", worst, at_most=0.05)
     slow = max(SLOW_FROM, key=lambda index: SLOW_FROM[index])
     stage = stages[slow]
-    after = sorted((when, i) for i, s in stages.items() if s == stage for when, step in done[i] if step >= SLOW_FROM[slow])
+    after = sorted(
+        (when, i) for i, s in stages.items() if s == stage for when, step in done[i] if step >= SLOW_FROM[slow]
+    )
     expected = speed(slow, STEPS) / sum(speed(i, STEPS) for i, s in stages.items() if s == stage)
     report.ratio("microbatches until a change of speed is followed", followed_after(after, expected), at_most=20)
     report.finish(arguments.json)

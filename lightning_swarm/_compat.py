@@ -60,11 +60,15 @@ def current_fx(module: LightningModule, name: str | None) -> None:
 
 
 def ignore_checkpoint_path(trainer: Trainer) -> None:
-    """Let a worker's ``fit(ckpt_path=...)`` load no file: its state comes from the trainer, which may be on another machine."""
+    """Let a worker's ``fit(ckpt_path=...)`` load no file: its state comes from the trainer, which may be on another
+    machine.
+    """
     trainer._checkpoint_connector._select_ckpt_path = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
 def first_step(trainer: Trainer) -> int:
-    """The step that ``fit`` begins at, when the strategy is set up already but the loops' progress is not restored yet."""
+    """The step that ``fit`` begins at, when the strategy is set up already but the loops' progress is not
+    restored yet.
+    """
     checkpoint: dict[str, Any] = trainer._checkpoint_connector._loaded_checkpoint
     return int(checkpoint.get("global_step", trainer.global_step))

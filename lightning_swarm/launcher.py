@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ _FOLLOW_PARENT = (
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
 )
 _TAIL_LINES = 200
-_EXIT_WAIT_S = 3.0
+EXIT_WAIT_S = 3.0
 _LOOK_EVERY_S = 0.2
 _MOST_FUTILE_STARTS = 3
 
@@ -78,7 +79,9 @@ class _LocalWorker:
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip()
             self.tail.append(line)
-            print(f"[{self._label(self.index)}] {line}", file=sys.stderr, flush=True)
+            # One write a line: others write at the same time.
+            sys.stderr.write(f"[{self._label(self.index)}] {line}\n")
+            sys.stderr.flush()
 
     def last_words(self) -> str:
         """What it printed last, after it has ended."""
@@ -154,14 +157,13 @@ class LocalWorkers:
         if self._failure is not None:
             raise self._failure
 
-    def end(self) -> None:
+    def end(self, wait_s: float = EXIT_WAIT_S) -> None:
         """Give them a moment to exit by themselves, then kill."""
         self._ending.set()
         self._supervisor.join()
-        wait_s = _EXIT_WAIT_S
+        until = time.monotonic() + wait_s
         for worker in self._workers:
-            worker.end(wait_s)
-            wait_s = 0.5
+            worker.end(max(0.0, until - time.monotonic()))
         self._workers = []
 
 
@@ -171,6 +173,9 @@ class SwarmLauncher(Launcher):
     Args:
         strategy: The strategy that it launches for.
     """
+
+    calls = 0
+    """How many Lightning calls this process has made with any SwarmStrategy; ``lightning-swarm run`` asks."""
 
     def __init__(self, strategy: "SwarmStrategy") -> None:
         self._strategy = strategy
@@ -185,6 +190,7 @@ class SwarmLauncher(Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: "Trainer | None" = None, **kwargs: Any) -> Any:
         """Run one Lightning call in this process's role."""
         assert trainer is not None
+        SwarmLauncher.calls += 1
         if not self._registered:
             atexit.register(self._strategy.shutdown)
             self._registered = True
@@ -193,9 +199,9 @@ class SwarmLauncher(Launcher):
         try:
             self._strategy.begin_call()
             results = function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             # The session lives on: Lightning calls on_exception now, where callbacks may save a checkpoint, then teardown.
-            self._strategy.fail()
+            self._strategy.fail(error)
             raise
         self._strategy.end_call(failed=False, results=results)
         return results

@@ -54,7 +54,11 @@ from lightning_swarm.worker.recorder import plain_attributes
 
 log = logging.getLogger(__name__)
 
+# How long to wait for the trained weights when a call fails: for a checkpoint that a callback saves then, for the module
+# after an exception, which the script may catch, and after Ctrl-C, when the process ends.
+_SAVING_GATHER_S = 60.0
 _FAILED_GATHER_S = 10.0
+_INTERRUPTED_GATHER_S = 1.0
 _PACKAGES = ("lightning_swarm", "torch", "lightning")
 _CONTEXTS = {
     "training_step": "train_step_context",
@@ -87,6 +91,8 @@ class SwarmStrategy(Strategy):
         host_maddrs: Where to listen. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join.
         announce_maddrs: Addresses to tell others instead, where the host's own do not work from outside.
         identity_path: File of the peer's private key, for an address that survives restarts.
+        memory: On a worker, how many bytes its stage may take with gradients and optimizer; by default a GPU's memory, and
+            on a CPU as much as it wants. It gets a stage that fits.
         codec: How activations and gradients travel: ``"none"`` as they are, ``"fp16"``, ``"bf16"`` or ``"int8"``.
         reduce_codec: The same for the parameters' gradients when workers of one stage sum them.
         reproducible: Accumulate and sum gradients in float64 and round once, so that the weights are the same bit for bit
@@ -123,6 +129,7 @@ class SwarmStrategy(Strategy):
         host_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce_maddrs: Sequence[str] | None = None,
         identity_path: str | None = None,
+        memory: int | None = None,
         codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reduce_codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reproducible: bool = False,
@@ -181,6 +188,9 @@ class SwarmStrategy(Strategy):
         self._announce_maddrs = list(announce_maddrs) if announce_maddrs is not None else None
         self._identity_path = Path(identity_path) if identity_path is not None else None
         self._in_flight = in_flight
+        self._memory_bytes = memory or 0
+        if memory is None and self.role == "worker" and self.root_device.type == "cuda":
+            self._memory_bytes = torch.cuda.get_device_properties(self.root_device).total_memory
         self._codec = codec
         self._reduce_codec = reduce_codec
         self._reproducible = reproducible
@@ -193,6 +203,7 @@ class SwarmStrategy(Strategy):
         self._attributes: dict[str, Any] = {}
         self._clamped = False
         self._failed = False
+        self._patience_s: float | None = None
         self._stage_of_worker: dict[int, int] = {}
         self._report: dict[str, Any] = {}
         if self.role == "worker" and threading.current_thread() is threading.main_thread():
@@ -303,7 +314,7 @@ class SwarmStrategy(Strategy):
 
     def begin_call(self) -> None:
         """``trainer.fit`` (or ``validate``, ...) was called; starts the peer and local workers the first time."""
-        self._failed = False
+        self._failed, self._patience_s = False, None
         if self._peer is None:
             self._start()
         assert self._peer is not None
@@ -459,7 +470,7 @@ class SwarmStrategy(Strategy):
 
     def _bring_home(self) -> None:
         try:
-            self._gather()
+            self._gather(self._patience_s)
         except SwarmError as error:
             if not self._failed:
                 raise
@@ -467,9 +478,10 @@ class SwarmStrategy(Strategy):
         if not self._failed:
             self.report()
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException) -> None:
         """The Lightning call raises: nothing may take long any more, and Lightning's teardown ends the session."""
         self._failed = True
+        self._patience_s = _INTERRUPTED_GATHER_S if isinstance(error, KeyboardInterrupt) else _FAILED_GATHER_S
 
     def end_call(self, failed: bool, results: Any) -> None:
         """The Lightning call is over on the trainer; workers learn what they cannot know themselves."""
@@ -508,7 +520,7 @@ class SwarmStrategy(Strategy):
         if isinstance(peer, TrainerPeer):
             peer.end()
         if local is not None:
-            local.end()
+            local.end(*([] if self._patience_s is None else [min(self._patience_s, launching.EXIT_WAIT_S)]))
         peer.node.close()
 
     # A worker's session
@@ -537,7 +549,7 @@ class SwarmStrategy(Strategy):
                 session=0,
                 function=trainer.state.fn.value,
                 device=str(self.root_device),
-                memory_bytes=0,
+                memory_bytes=self._memory_bytes,
                 versions=_versions(),
                 parameters=_parameters(module),
                 local_index=int(os.environ.get(launching.LOCAL_INDEX, "-1")),
@@ -673,23 +685,23 @@ class SwarmStrategy(Strategy):
 
     # State
 
-    def _gather(self) -> None:
+    def _gather(self, timeout_s: float | None = None) -> None:
         if self._session is None or not isinstance(self._peer, TrainerPeer):
             return
-        self._peer.node.run(self._session.gather(), timeout_s=_FAILED_GATHER_S if self._failed else None)
+        self._peer.node.run(self._session.gather(), timeout_s=timeout_s)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.role == "worker":
             return {}
-        self._gather()
+        self._gather(_SAVING_GATHER_S if self._failed else None)
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._session is None:
             return super().optimizer_state(optimizer)
-        self._gather()
+        self._gather(_SAVING_GATHER_S if self._failed else None)
         return self._session.origin.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
 
     @override

@@ -25,22 +25,26 @@ class _ThreadWorkers:
         self._node = node
         self._errors: list[str] = []
         self._threads: list[threading.Thread] = []
+        self.strategies: dict[int, SwarmStrategy] = {}
         for index in range(strategy.thread_workers):
             self.start(index)
 
-    def start(self, index: int) -> None:
-        """One more worker."""
-        thread = threading.Thread(target=self._work, args=(index,), name=f"swarm worker {index}", daemon=True)
+    def start(self, index: int, make_module: Callable[[], LightningModule] | None = None, **options: Any) -> None:
+        """One more worker, of another module or with other options if given."""
+        arguments = (index, make_module or self._strategy.make_module, {**self._strategy.worker_options, **options})
+        thread = threading.Thread(target=self._work, args=arguments, name=f"swarm worker {index}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _work(self, index: int) -> None:
+    def _work(self, index: int, make_module: Callable[[], LightningModule], options: dict[str, Any]) -> None:
         try:
-            module = self._strategy.make_module()
+            module = make_module()
+            strategy = SwarmStrategy(
+                role="worker", initial_peers=self._node.maddrs, run_id=self._node.run_id, **options
+            )
+            self.strategies[index] = strategy
             trainer = Trainer(
-                strategy=SwarmStrategy(
-                    role="worker", initial_peers=self._node.maddrs, run_id=self._node.run_id, **self._strategy.worker_options
-                ),
+                strategy=strategy,
                 accelerator="cpu",
                 logger=False,
                 enable_checkpointing=False,
@@ -65,8 +69,8 @@ class _ThreadWorkers:
         if self._errors:
             raise WorkerDied(f"A worker thread has ended. Its last output:\n\n{self._errors[0]}")
 
-    def end(self) -> None:
-        """Wait for the threads: the trainer has told them that the run is over."""
+    def end(self, wait_s: float = 10.0) -> None:
+        """Wait for the threads, which cannot be killed: the trainer has told them that the run is over."""
         for thread in self._threads:
             thread.join(timeout=10.0)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -47,8 +47,8 @@ def make_optimizer(module: nn.Module, name: str, lr: float) -> torch.optim.Optim
         return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
     decayed = [p for p in module.parameters() if p.dim() > 1]
     others = [p for p in module.parameters() if p.dim() <= 1]
-    # A large epsilon: the gradient of attention's key bias is zero but for rounding, which depends on the order in which
-    # microbatches are summed, and Adam would divide it by its own size.
+    # A large epsilon: the gradient of attention's key bias is zero but for rounding, which depends on the order in
+    # which microbatches are summed, and Adam would divide it by its own size.
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": lr / 10}]
     return torch.optim.AdamW(groups, lr=lr / 5, eps=1e-3)
 
@@ -231,7 +231,15 @@ def _picture(index: int) -> dict[str, Tensor]:
 
 
 def _mlp(optimizer: str) -> pl.LightningModule:
-    net = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    net = nn.Sequential(
+        nn.Linear(12, 32),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.ReLU(inplace=True),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, 4),
+    )
     return Regressor(net, optimizer)
 
 
@@ -247,7 +255,12 @@ def _llama(optimizer: str) -> pl.LightningModule:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return HuggingFace(transformers.LlamaForCausalLM(config), optimizer)
 

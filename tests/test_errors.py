@@ -35,7 +35,7 @@ def make() -> pl.LightningModule:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However a call failed: no peer, no worker and no file of it is left."""
     directory = Path(tempfile.mkdtemp(prefix="errors-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(directory))

@@ -87,16 +87,26 @@ def test_compressed_gradients_leave_replicas_identical(codec: str) -> None:
 
 def _normalised() -> pl.LightningModule:
     net = nn.Sequential(
-        nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
-    )  # fmt: skip
-    return Regressor(net)
+        nn.Linear(12, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, 4),
+    )  # fmt: skip return Regressor(net)
 
 
 def test_batch_norm_buffers_are_averaged_by_samples_and_identical() -> None:
     case = CASES["mlp"]
     replicas = _Replicas()
     swarm = fit_swarm(
-        _normalised, case.loader(), 2, swarm={"workers": 4, "microbatches": 2}, callbacks=[replicas], val_dataloaders=case.loader(1)
+        _normalised,
+        case.loader(),
+        2,
+        swarm={"workers": 4, "microbatches": 2},
+        callbacks=[replicas],
+        val_dataloaders=case.loader(1),
     )
     assert replicas.compared > 0
     assert swarm.weights["net.1.num_batches_tracked"] == 20
@@ -114,7 +124,9 @@ class _JoinAt(pl.Callback):
         self.step = step
         self.seen: list[int] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
         strategy: Any = trainer.strategy
         if trainer.global_step == self.step:
             strategy._local.start(99)

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from lightning_swarm.policies.banning import BanList, Cause
@@ -32,120 +31,10 @@ from lightning_swarm.policies.rebalancing import Move, RebalancingPolicy, assign
 from lightning_swarm.policies.routing import StageEmpty, StochasticWiring
 from lightning_swarm.policies.utilization import SwarmLoad, WorkerLoad
 from lightning_swarm.simulation.events import EventLoop
+from lightning_swarm.simulation.model import Microbatch, SimulatedWorker, SwarmReport, SwarmSettings, Task
 from lightning_swarm.simulation.network import Network
 
 __all__ = ["SimulatedWorker", "SwarmReport", "SwarmSettings", "SwarmSimulation"]
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmSettings:
-    """The swarm's costs.
-
-    Args:
-        stages: number of stages.
-        forward_s: seconds of a forward pass a microbatch at speed 1, one for all stages or one a stage.
-        backward_ratio: seconds of a backward pass over those of the forward pass.
-        overhead_s: seconds that each pass occupies the worker besides, whatever its speed (calls, serialization).
-        noise: standard deviation of the logarithm of a pass's seconds.
-        activation_bytes: what crosses a boundary a microbatch; gradients are as large.
-        microbatches: microbatches a step; None for one endless step.
-        sync_s: reduction and commit of a step.
-        download_s: fetching the state of a stage.
-        in_flight: fixed number of microbatches in flight; None asks the wiring.
-        slack: see :meth:`StochasticWiring.in_flight_target`.
-        reading_s: seconds between two readings of the load for the rebalancing policy.
-        trainer_region: where the trainer is.
-        near_first: let the wiring know the links, so that it prefers near peers.
-    """
-
-    stages: int
-    forward_s: float | tuple[float, ...] = 0.1
-    backward_ratio: float = 2.0
-    overhead_s: float = 0.0
-    noise: float = 0.0
-    activation_bytes: float = 0.0
-    microbatches: int | None = None
-    sync_s: float = 0.0
-    download_s: float = 0.0
-    in_flight: int | None = None
-    slack: float = 3.0
-    reading_s: float = 5.0
-    trainer_region: str = ""
-    near_first: bool = True
-
-    def forward_of(self, stage: int) -> float:
-        """Seconds of a forward pass at speed 1."""
-        return self.forward_s[stage] if isinstance(self.forward_s, tuple) else self.forward_s
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """One microbatch at one stage; ``attempt`` changes with each worker that is asked for it."""
-
-    microbatch: _Microbatch
-    stage: int
-    worker: SimulatedWorker
-    attempt: int = 0
-    has_input: bool = False
-    has_gradient: bool = False
-    forward_done: bool = False
-    done: bool = False
-    replied: bool = False
-    sent_s: float = 0.0
-    computed_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Microbatch:
-    number: int
-    tasks: list[_Task] = field(default_factory=list)
-    missing: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedWorker:
-    """A worker: its speed (1 is the settings' pace), its place, and what it is at."""
-
-    name: str
-    stage: int
-    speed: float = 1.0
-    region: str = ""
-    capacity: int | None = None
-    alive: bool = True
-    hung: bool = False
-    serving: bool = True
-    moving_to: int | None = None
-    current: _Task | None = None
-    forwards: list[tuple[int, int, _Task]] = field(default_factory=list)
-    backwards: list[tuple[int, int, _Task]] = field(default_factory=list)
-    held: dict[_Task, None] = field(default_factory=dict)
-    uplink_free_s: float = 0.0
-    busy_s: float = 0.0
-    busy_read_s: float = 0.0
-    done: int = 0
-    tasks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmReport:
-    """What happened in a simulated time.
-
-    ``share`` is each worker's share of its stage's microbatches, ``busy`` the share of the time that it computed.
-    """
-
-    seconds: float
-    microbatches: int
-    steps: int
-    repeated: int
-    moves: tuple[tuple[float, Move], ...]
-    share: dict[str, float]
-    busy: dict[str, float]
-    events: int
-
-    @property
-    def throughput(self) -> float:
-        """Microbatches a second."""
-        return self.microbatches / self.seconds if self.seconds > 0 else 0.0
 
 
 class SwarmSimulation:
@@ -182,13 +71,11 @@ class SwarmSimulation:
         self.moves: list[tuple[float, Move]] = []
         self.finished = self.steps = self.repeated = 0
         self._generator = random.Random(seed)
-        self._in_step: dict[_Microbatch, None] = {}
-        self._number = self._issued = self._in_flight = self._target = self._target_age = 0
+        self._in_step: dict[Microbatch, None] = {}
+        self._number = self._attempt = self._issued = self._in_flight = self._target = self._target_age = 0
         self._arrivals: list[SimulatedWorker] = []
-        self._unassigned: list[_Task] = []
+        self._unassigned: list[Task] = []
         self._stop_after: int | None = None
-        self._mark_s = 0.0
-        self._mark_finished = 0
         self._last_reading_s = 0.0
         self.wiring = StochasticWiring(settings.stages, edge_cost=self._edge_cost if settings.near_first else None)
         self._edges: dict[tuple[str, str], float] = {}
@@ -239,6 +126,13 @@ class SwarmSimulation:
         self.loop.after(self.settings.download_s, self._downloaded, worker)
         return stage
 
+    @property
+    def in_flight_target(self) -> int:
+        """How many microbatches the trainer keeps in flight at present."""
+        if self._target <= 0:
+            self._renew_target()
+        return self._target
+
     def load(self) -> SwarmLoad:
         """A reading of all workers, as the trainer publishes it."""
         seconds = self.loop.now - self._last_reading_s
@@ -276,7 +170,7 @@ class SwarmSimulation:
         self._stop_after = None
         return report
 
-    def _report(self, go) -> SwarmReport:  # type: ignore[no-untyped-def]
+    def _report(self, go: Callable[[], None]) -> SwarmReport:
         start, finished, steps, repeated = self.loop.now, self.finished, self.steps, self.repeated
         moved, events = len(self.moves), self.loop.handled
         before = {name: (worker.busy_s, worker.done) for name, worker in self.workers.items()}
@@ -317,10 +211,10 @@ class SwarmSimulation:
             self._issued += 1
             self._in_flight += 1
             self._number += 1
-            microbatch = _Microbatch(self._number, missing=settings.stages)
+            microbatch = Microbatch(self._number, missing=settings.stages)
             self._in_step[microbatch] = None
             for stage, name in enumerate(route):
-                task = _Task(microbatch, stage, self.workers[name])
+                task = Task(microbatch, stage, self.workers[name])
                 microbatch.tasks.append(task)
                 self._ask(task)
             first = microbatch.tasks[0]
@@ -335,7 +229,7 @@ class SwarmSimulation:
             self._target = 0
         self._target_age = max(self._target // 4, 8)
 
-    def _ask(self, task: _Task) -> None:
+    def _ask(self, task: Task) -> None:
         worker = task.worker
         worker.held[task] = None
         worker.tasks += 1
@@ -344,13 +238,16 @@ class SwarmSimulation:
         if worker.hung:
             self._watch(task)
 
-    def _watch(self, task: _Task) -> None:
+    def _watch(self, task: Task) -> None:
         """Let the task's deadline pass. Only those of hung workers can pass unanswered, so others are not simulated."""
         wait = self.deadlines.deadline_s(task.worker.name, task.stage, "process")
-        self.loop.at(task.sent_s + wait, self._deadline, task, task.attempt)
+        self.loop.at(max(task.sent_s, self.loop.now - wait) + wait, self._deadline, task, task.attempt)
 
-    def _deadline(self, task: _Task, attempt: int) -> None:
-        if task.replied or task.attempt != attempt or not task.worker.alive or not task.worker.hung:
+    def _deadline(self, task: Task, attempt: int) -> None:
+        if task.replied or task.attempt != attempt or not task.worker.alive:
+            return
+        if not task.worker.hung:
+            self._watch(task)
             return
         now, worker = self.loop.now, task.worker
         self.deadlines.timed_out(worker.name, task.stage, "process")
@@ -359,11 +256,14 @@ class SwarmSimulation:
         worker.held.pop(task, None)
         self._repair(task)
 
-    def _repair(self, task: _Task) -> None:
+    def _repair(self, task: Task) -> None:
         """Give the task to another worker of its stage, which fetches from the neighbours again."""
         if task.microbatch not in self._in_step:
             return
         if task.replied:
+            if not task.microbatch.missing:
+                self._in_flight += 1
+                self.finished -= 1
             task.microbatch.missing += 1
         failed = task.worker
         task.attempt += 1
@@ -396,7 +296,7 @@ class SwarmSimulation:
         if after is not None and tasks[stage + 1].done:
             self._send(after, task, self._gradient_arrives)
 
-    def _reply(self, task: _Task, attempt: int) -> None:
+    def _reply(self, task: Task, attempt: int) -> None:
         if task.attempt != attempt or task.replied:
             return
         now, worker, microbatch = self.loop.now, task.worker, task.microbatch
@@ -413,19 +313,20 @@ class SwarmSimulation:
         if self.settings.microbatches is None:
             self._forget(microbatch)
         elif self._issued == self.settings.microbatches and self._in_flight == 0:
-            self.loop.after(self.settings.sync_s, self._commit, self._issued)
+            self._attempt += 1
+            self.loop.after(self.settings.sync_s, self._commit, self._attempt)
         if self.finished == self._stop_after:
             self.loop.stop()
         self._dispatch()
 
-    def _forget(self, microbatch: _Microbatch) -> None:
+    def _forget(self, microbatch: Microbatch) -> None:
         self._in_step.pop(microbatch, None)
         for task in microbatch.tasks:
             task.worker.held.pop(task, None)
 
-    def _commit(self, issued: int) -> None:
+    def _commit(self, attempt: int) -> None:
         """The step ends, unless a worker that died during the reduction has left microbatches to repeat."""
-        if self._in_flight or any(microbatch.missing for microbatch in self._in_step):
+        if self._in_flight or attempt != self._attempt:
             return
         for microbatch in list(self._in_step):
             self._forget(microbatch)
@@ -454,14 +355,12 @@ class SwarmSimulation:
     def _downloaded(self, worker: SimulatedWorker) -> None:
         if not worker.alive:
             return
-        if self.settings.microbatches is None or not self._in_step:
+        stage = worker.stage if worker.moving_to is None else worker.moving_to
+        if self.settings.microbatches is None or not self._in_step or not self.wiring.peers(stage):
             self._serve(worker)
             self._dispatch()
         else:
             self._arrivals.append(worker)
-            if self._unassigned:
-                self._serve(worker)
-                self._arrivals.remove(worker)
 
     def _serve(self, worker: SimulatedWorker) -> None:
         if not worker.alive:
@@ -484,13 +383,13 @@ class SwarmSimulation:
 
     # The workers.
 
-    def _input_arrives(self, task: _Task, attempt: int) -> None:
+    def _input_arrives(self, task: Task, attempt: int) -> None:
         if task.attempt == attempt and not task.has_input:
             task.has_input = True
             heappush(task.worker.forwards, (task.microbatch.number, attempt, task))
             self._start(task.worker)
 
-    def _gradient_arrives(self, task: _Task, attempt: int) -> None:
+    def _gradient_arrives(self, task: Task, attempt: int) -> None:
         if task.attempt == attempt and not task.has_gradient:
             task.has_gradient = True
             if task.forward_done:
@@ -520,12 +419,14 @@ class SwarmSimulation:
             self.loop.after(seconds, self._end, worker, task, attempt, backward or last, seconds)
             return
 
-    def _end(self, worker: SimulatedWorker, task: _Task, attempt: int, complete: bool, seconds: float) -> None:
+    def _end(self, worker: SimulatedWorker, task: Task, attempt: int, complete: bool, seconds: float) -> None:
         if not worker.alive:
             return
         worker.current = None
         worker.busy_s += seconds
         if worker.hung:
+            queue = worker.backwards if task.forward_done else worker.forwards
+            heappush(queue, (task.microbatch.number, attempt, task))
             return
         if task.attempt == attempt:
             task.computed_s += seconds
@@ -543,7 +444,7 @@ class SwarmSimulation:
                     heappush(worker.backwards, (task.microbatch.number, attempt, task))
         self._start(worker)
 
-    def _send(self, worker: SimulatedWorker, task: _Task, arrive) -> None:  # type: ignore[no-untyped-def]
+    def _send(self, worker: SimulatedWorker, task: Task, arrive: Callable[[Task, int], None]) -> None:
         """Send an activation or a gradient to the worker that holds the task."""
         latency, bandwidth = self.network.link(worker.region, task.worker.region)
         now = self.loop.now

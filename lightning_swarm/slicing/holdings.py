@@ -18,15 +18,17 @@ def settle(module: nn.Module, stage: StagePlan, ghosts: Ghosts, device: torch.de
         module: The user's module; changed in place. Its parameters may be real, on the meta device, or ghosts.
         stage: What the stage holds.
         ghosts: Who makes ghosts.
-        device: Where the stage computes. What it holds goes there; what had no storage gets some, with undefined content.
+        device: Where the stage computes. What it holds goes there; what had no storage gets some, with undefined
+            content.
 
     Returns:
         The parameters that it holds, by canonical name.
 
     """
     held: dict[str, nn.Parameter] = {}
+    before = parameter_entries(module)
     mine = set(stage.parameters)
-    for name, entry in parameter_entries(module).items():
+    for name, entry in before.items():
         if name in mine:
             held[name] = _materialised(entry, device)
         else:
@@ -41,8 +43,18 @@ def settle(module: nn.Module, stage: StagePlan, ghosts: Ghosts, device: torch.de
             put(entry, ghosts.like(tensor, device))
         else:
             put(entry, tensor.to(device))
+    after = parameter_entries(module)
+    _renew_lists(module, {id(entry.tensor): after[name].tensor for name, entry in before.items()})
     shield(module)
     return held
+
+
+def _renew_lists(module: nn.Module, renewed: dict[int, Tensor]) -> None:
+    """Lists of parameters that modules keep beside their own, as recurrent layers do, would keep the old ones alive."""
+    for part in module.modules():
+        for value in part.__dict__.values():
+            if isinstance(value, list):
+                value[:] = [renewed.get(id(item), item) for item in value]
 
 
 def _materialised(entry: Entry, device: torch.device) -> nn.Parameter:

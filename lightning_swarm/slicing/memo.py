@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_swarm.slicing._compat import DisableTorchFunction, FakeTensor, tree_flatten, tree_unflatten
 from lightning_swarm.slicing.ghost import Ghosts, is_ghost
 from lightning_swarm.slicing.rehearsal import GhostMode, Part
-from lightning_swarm.slicing.signing import PLAIN, Kind, classify, sign, surroundings
+from lightning_swarm.slicing.signing import PLAIN, Kind, classify, keepable, sign, surroundings
 from lightning_swarm.slicing.watch import DataWatch
 
 _RESHAPING = frozenset(
@@ -40,15 +40,15 @@ class _Recipe:
 
     def __init__(self, leaves: list[Any], same: dict[int, int], spec: Any) -> None:
         self.leaves, self.same, self.spec = leaves, same, spec
-        self.grads = [type(leaf) is FakeTensor and leaf.requires_grad for leaf in leaves]
+        self.grads = [leaf.requires_grad if type(leaf) is FakeTensor else None for leaf in leaves]
         for index, leaf in enumerate(leaves):
             if type(leaf) is FakeTensor:
                 leaf.__dict__["_recipe"] = (self, index)
 
     def fresh(self) -> bool:
-        """Whether nobody changed the ghosts in place since."""
+        """Whether nobody changed the ghosts in place, or bound them, since."""
         for leaf, grad in zip(self.leaves, self.grads, strict=True):
-            if type(leaf) is FakeTensor and (leaf._version or leaf.requires_grad is not grad):
+            if grad is not None and (type(leaf) is not FakeTensor or leaf._version or leaf.requires_grad is not grad):
                 return False
         return True
 
@@ -105,6 +105,8 @@ class MemoMode(GhostMode):
         self._kinds: dict[Any, Kind] = {}
         self._recipes: dict[Any, _Recipe | None] = {}
         self._latest: dict[int, _Latest] = {}
+        self._refused: set[Any] = set()
+        self._made_here: set[int] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -119,10 +121,15 @@ class MemoMode(GhostMode):
             # Memory serves the same ghost again and again; what is hooked to it would pile up.
             return func(self.ghosts.inner(args[0]) if is_ghost(args[0]) else args[0], *args[1:], **kwargs)
         if kind is Kind.SPECIAL:
-            return super().__torch_function__(func, types, args, kwargs)
+            return self._note(super().__torch_function__(func, types, args, kwargs), args)
         if kind is Kind.IN_PLACE or "out" in kwargs:
             return self._change(func, args, kwargs)
         return self._recall(func, args, kwargs)
+
+    def begin(self) -> None:
+        """A new run begins."""
+        self._made_here.clear()
+        self.active = True
 
     def call(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A submodule's call, from memory if possible."""
@@ -138,7 +145,7 @@ class MemoMode(GhostMode):
             plain = sign(args, key, tensors) and (not kwargs or sign((kwargs,), key, tensors))
             recipe = self._recipes.get(tuple(key), _UNKNOWN) if plain else None
             if isinstance(recipe, _Recipe) and recipe.fresh():
-                if all(type(tensor) is FakeTensor for tensor in tensors):
+                if keepable(key, tensors):
                     self._latest[id(part)] = _Latest(args, kwargs, mood, tensors, recipe)
                 return recipe.serve(tensors)
         if recipe is None:
@@ -148,7 +155,10 @@ class MemoMode(GhostMode):
             recipe = self._remember(tuple(key), result, tensors) if learnt else None
             if recipe is not None:
                 return recipe.serve(tensors)
-        self._recipes[tuple(key)] = None
+        # Once is no proof: a module that makes a table when it is first called can be remembered from then on.
+        if tuple(key) in self._refused:
+            self._recipes[tuple(key)] = None
+        self._refused.add(tuple(key))
         return result
 
     def learn(self, run: Callable[[], Any]) -> tuple[Any, bool]:
@@ -175,7 +185,7 @@ class MemoMode(GhostMode):
         if not sign(args, key, tensors) or (kwargs and not sign((kwargs,), key, tensors)):
             return self.compute(func, args, kwargs)
         if not any(type(tensor) is FakeTensor for tensor in tensors):
-            return func(*args, **kwargs)
+            return self._note(func(*args, **kwargs), tensors)
         key.append(surroundings())
         known = self._recipes.get(tuple(key))
         if known is not None and known.fresh():
@@ -187,6 +197,14 @@ class MemoMode(GhostMode):
                 return recipe.serve(tensors)
             if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
                 self._kinds[func] = Kind.DIRECT
+        return result
+
+    def _note(self, result: Any, inputs: Sequence[Any]) -> Any:
+        """Notes that a real tensor was made in this run: it belongs to no module, so it may be written to."""
+        if type(result) is Tensor:
+            with DisableTorchFunction():
+                if not result._is_view() and not any(result is tensor for tensor in inputs):
+                    self._made_here.add(result.untyped_storage()._cdata)
         return result
 
     def _remember(self, key: tuple[Any, ...], result: Any, tensors: list[Tensor]) -> _Recipe | None:
@@ -210,6 +228,7 @@ class MemoMode(GhostMode):
         if len(self._recipes) >= _CAPACITY:
             self._recipes.clear()
             self._latest.clear()
+            self._refused.clear()
         recipe = self._recipes[key] = _Recipe(leaves, same, spec)
         return recipe
 
@@ -224,7 +243,8 @@ class MemoMode(GhostMode):
         if not isinstance(target, Tensor) or name in _RESHAPING:
             return func(*args, **kwargs)
         if not ghosts:
-            self._before_write(target)
+            if target.untyped_storage()._cdata not in self._made_here:
+                self._before_write(target)
             return func(*args, **kwargs)
         if is_ghost(target) and grads and not target.requires_grad:
             return self.compute(func, args, dict(kwargs))

@@ -53,6 +53,7 @@ class Prefix:
         self._before = Attributes()
         self._changes = Changes()
         self._journal: list[tuple[Tensor, Tensor, int]] = []
+        self._kept: set[int] | None = None
         self._wrapped: list[nn.Module] = []
         self._wrap(list(split))
 
@@ -72,6 +73,7 @@ class Prefix:
                 self._veils[name] = self._ghosts.parameter(entry.tensor, self._device)
             put(entry, self._veils[name])
             self._veiled.append(entry)
+        self._kept = None
         self._mode.begin()
         self._open = True
         self._step = step
@@ -129,8 +131,9 @@ class Prefix:
         """Remembers the content of a tensor that a module keeps, before code in front of the split point changes it."""
         if any(saved is tensor for saved, _, _ in self._journal):
             return
-        storage = tensor.untyped_storage()._cdata
-        if any(kept.untyped_storage()._cdata == storage for kept in _kept_by(self._module)):
+        if self._kept is None:
+            self._kept = {kept.untyped_storage()._cdata for kept in _kept_by(self._module)}
+        if tensor.untyped_storage()._cdata in self._kept:
             self._journal.append((tensor, tensor.clone(), 0))
 
 
@@ -150,8 +153,9 @@ class _PrefixMode(MemoMode):
         self._entered = False
 
     def begin(self) -> None:
+        super().begin()
         self.__enter__()
-        self._entered = self.active = True
+        self._entered = True
 
     def end(self) -> None:
         self.active = False

@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from lightning_swarm.slicing._compat import quiet_fake_tensors, tree_flatten, tree_map
 from lightning_swarm.slicing.ghost import Ghosts, buffer_entries, is_ghost, parameter_entries, put, stand_in
+from lightning_swarm.slicing.splice import flatten
 from lightning_swarm.slicing.undo import Attributes
 
 LOOKS = frozenset(
@@ -224,6 +225,9 @@ class GhostMode(TorchFunctionMode):
         return bool(self.isolated) and self.isolated[-1]
 
     def _real(self, structure: Any) -> Any:
+        if not any(is_ghost(leaf) for leaf in flatten(structure, [])):
+            return structure
+
         def real(leaf: Any) -> Any:
             if not is_ghost(leaf):
                 return leaf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +24,9 @@ PLAIN = frozenset(
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__"})
+
+
+_CACHE = object()  # marks a part of a key that stands for an object whose content does not matter
 
 
 class Kind(enum.Enum):
@@ -94,5 +98,26 @@ def _sign_other(value: Any, kind: type, key: list[Any], tensors: list[Tensor]) -
     if kind is slice:
         key.append(kind)
         return sign((value.start, value.stop, value.step), key, tensors)
-    key.append(value)
-    return isinstance(value, enum.Enum)
+    if isinstance(value, enum.Enum):
+        key.append(value)
+        return True
+    if _is_cache(kind):
+        key.append((kind, _CACHE, value.get_seq_length()))
+        return True
+    return False
+
+
+def keepable(key: list[Any], tensors: list[Tensor]) -> bool:
+    """Whether the call's arguments themselves may be kept: they hold on to no data."""
+    if any(type(tensor) is not FakeTensor for tensor in tensors):
+        return False
+    return not any(type(item) is tuple and len(item) == 3 and item[1] is _CACHE for item in key)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_cache(kind: type) -> bool:
+    """Whether this is a cache of keys and values of Hugging Face's, which its models pass to all layers.
+
+    Every layer writes its own entry and reads no other, so a layer in front of the split point need not be run for it.
+    """
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)

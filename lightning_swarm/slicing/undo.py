@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 _MISSING = object()
-_OWN = frozenset(vars(nn.Module())) - {"training"}  # torch's own bookkeeping, hooks among it, is not the user's
+# torch's own bookkeeping, hooks among it, is not the user's; recurrent layers renew theirs when parameters change.
+_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"_flat_weights", "_flat_weight_refs"}
 _TABLES = ("_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque)
 _SIMPLE = frozenset({int, float, bool, str, type(None), Tensor})

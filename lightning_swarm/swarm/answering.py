@@ -103,10 +103,12 @@ class _Answering(Stream):
             buffers, metas = await context.encode(tensors, codec)
             frame = context.frame(REPLY, (header, metas), buffers)
         except asyncio.CancelledError:
-            if not self._expired:
+            if self.transport is None or self.transport.is_closing():
                 raise
-            late = DeadlineExceeded(f"{method[:80]!r} was not done within its deadline.")
-            frame = context.frame(FAILURE, pack_error(late, self.peer))
+            given_up: SwarmError = PeerBusy(f"This peer gave up {method[:80]!r}.")
+            if self._expired:
+                given_up = DeadlineExceeded(f"{method[:80]!r} was not done within its deadline.")
+            frame = context.frame(FAILURE, pack_error(given_up, self.peer))
         except Exception as error:
             _log.debug("%s failed for peer %s", method[:80], self.peer, exc_info=True)
             frame = context.frame(FAILURE, pack_error(error, self.peer))
@@ -203,7 +205,7 @@ class Answerer:
         try:
             answer = self.handler(method)(peer, copied, [tensor.detach().cpu().clone() for tensor in tensors])
             reply, results = await asyncio.wait_for(answer, deadline_s)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             raise DeadlineExceeded(
                 f"Peer {peer} did not answer {method!r} within {deadline_s:.3g} s.",
                 peer,

@@ -22,6 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_swarm._compat_hivemind import P2P, Multiaddr, p2pd_path
 from lightning_swarm.swarm.errors import SwarmError
 from lightning_swarm.swarm.forks import forget, let_go_in_children
+from lightning_swarm.swarm.shortcut import DIRECTORY, SOCKET
 
 _log = logging.getLogger(__name__)
 _JANITOR = """
@@ -59,7 +60,7 @@ class Daemon:
         self.directory = _make_directory(directory)
         self.control_path = f"{self.directory}/p2pd.sock"
         self.calls_path = f"{self.directory}/calls.sock"
-        self.shortcut_path = f"{self.directory}/direct.sock"
+        self.shortcut_path = f"{self.directory}/{SOCKET}"
         self._lease: int | None = None
         self._janitor: subprocess.Popen | None = None
         self._closed = False
@@ -134,7 +135,7 @@ class Daemon:
         await loop.connect_read_pipe(lambda: output, self._janitor.stdout)
         try:
             await asyncio.wait_for(ready, timeout_s)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             raise SwarmError(f"libp2p's daemon p2pd did not start within {timeout_s:.0f} s.") from error
 
     def _end_lease(self) -> None:
@@ -194,7 +195,7 @@ def _make_directory(parent: Path | None) -> str:
         raise MisconfigurationException(
             f"runtime_dir: {parent} is too long for unix sockets; at most {_PARENT_LIMIT} bytes."
         )
-    return tempfile.mkdtemp(prefix="lightning-swarm-", dir=parent)
+    return tempfile.mkdtemp(prefix=DIRECTORY, dir=parent)
 
 
 def _check_free(maddr: str) -> None:

@@ -19,13 +19,15 @@ from lightning_swarm.swarm.errors import ProtocolError
 from lightning_swarm.swarm.messages import Message
 
 METHOD = "_shortcut"
+SOCKET = "direct.sock"
+DIRECTORY = "lightning-swarm-"
 _SEAL_BYTES = 32
 
 
 def machine() -> str:
-    """Names this boot of this machine."""
+    """Names this boot of this machine, without giving away more."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()
     except OSError:
         return secrets.token_hex()
 
@@ -36,6 +38,17 @@ class Shortcut(Message):
 
     path: str
     ticket: bytes
+
+    def check(self, peer: str) -> None:
+        """Raises `ProtocolError` for what is no shortcut for ``peer``.
+
+        A liar must not make this process open other programs' sockets, or say to them what the liar wants.
+        """
+        path = Path(self.path)
+        if path.name != SOCKET or not path.parent.name.startswith(DIRECTORY) or ".." in path.parts:
+            raise ProtocolError(f"{self.path[:200]!r} is no socket of a peer.")
+        if len(self.ticket) != _SEAL_BYTES + len(peer) or self.ticket[_SEAL_BYTES:] != peer.encode():
+            raise ProtocolError("The ticket is not for this peer.")
 
 
 class Tickets:

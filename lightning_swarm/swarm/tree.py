@@ -76,8 +76,10 @@ def encode_tree(value: Any, replace: Callable[[Tensor], Any] | None = None) -> t
             fields = [[f.name, walk(getattr(item, f.name), depth + 1)] for f in dataclasses.fields(item) if f.init]
             return ["dataclass", name, fields]
         raise CallerError(
-            f"A value of type {type(item).__module__}.{type(item).__qualname__} cannot be sent to another peer. Batches and "
-            "step outputs may hold tensors, numbers, strings and dicts, lists, tuples, named tuples or dataclasses of them."
+            f"A value of type {type(item).__module__}.{type(item).__qualname__} cannot be sent to another peer. "
+            f"Batches and "
+            "step outputs may hold tensors, numbers, strings and dicts, lists, tuples, named tuples or dataclasses "
+            "of them."
         )
 
     return walk(value, 0), tensors

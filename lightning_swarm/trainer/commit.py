@@ -1,10 +1,10 @@
 """The end of a step, in two phases: nobody steps unless all do.
 
-1. *Reduce*: every worker gets the microbatches that the ledger gives it, agrees or is given up, and sums its gradients with
-   the group. If anyone fails, what it held is repeated by others and the reduction starts again under the next attempt
-   number. Nothing is applied meanwhile.
-2. *Commit*: the global norm is known now; every worker applies the same sum with the same hyperparameters and scale. A worker
-   that misses the commit is stale and is given up.
+1. *Reduce*: every worker gets the microbatches that the ledger gives it, agrees or is given up, and sums its
+   gradients with the group. If anyone fails, what it held is repeated by others and the reduction starts again under
+   the next attempt number. Nothing is applied meanwhile.
+2. *Commit*: the global norm is known now; every worker applies the same sum with the same hyperparameters and scale.
+   A worker that misses the commit is stale and is given up.
 """
 
 import asyncio
@@ -84,9 +84,7 @@ class StepEnd:
                     return
         raise SwarmError(f"Step {step} could not be reduced in {_MOST_ATTEMPTS} attempts.")
 
-    async def _try(
-        self, step: int, attempt: int, hyperparameters: list[dict[str, Any]], clipping: Clipping
-    ) -> bool:
+    async def _try(self, step: int, attempt: int, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> bool:
         workers = list(self._roster.workers.values())
         groups = self._groups(workers)
         replies = await asyncio.gather(
@@ -121,15 +119,11 @@ class StepEnd:
         await self._commit(workers, request)
         return True
 
-    async def _reduce_one(
-        self, worker: Worker, step: int, attempt: int, groups: list[Group]
-    ) -> ReduceReply:
+    async def _reduce_one(self, worker: Worker, step: int, attempt: int, groups: list[Group]) -> ReduceReply:
         mine = tuple(group for group in groups if any(member.peer == worker.peer for member in group.members))
         expected = tuple(sorted(self._pipeline.ledger.held_by(worker.peer)))
         request = ReduceRequest(self._session, step, attempt, mine, expected, _REDUCE_DEADLINE_S)
-        header, _ = await self._node.call(
-            worker.peer, "reduce", request.to_dict(), deadline_s=2 * _REDUCE_DEADLINE_S
-        )
+        header, _ = await self._node.call(worker.peer, "reduce", request.to_dict(), deadline_s=2 * _REDUCE_DEADLINE_S)
         return ReduceReply.from_dict(header)
 
     def _blame(self, worker: Worker, error: SwarmError) -> None:

@@ -15,8 +15,8 @@ def as_raised(error: RemoteError, stage: int | None = None) -> Exception:
         stage: Which stage that serves.
 
     Returns:
-        An exception of the same type where this script knows it, with the same message; its notes say where it happened,
-        with the worker's traceback.
+        An exception of the same type where this script knows it, with the same message; its notes say where it
+        happened, with the worker's traceback.
     """
     raised = _made(error)
     where = "worker" if stage is None else f"the worker of stage {stage},"
@@ -33,7 +33,8 @@ def _made(error: RemoteError) -> Exception:
         raised = kind(ast.literal_eval(message) if kind is KeyError else message)
         if str(raised) == message:
             return raised
-    # Its constructor wants something else, or it puts the message together itself: what counts is that `except` finds it.
+    # Its constructor wants something else, or it puts the message together itself: what counts is that `except` finds
+    # it.
     told = type(kind.__name__, (kind,), {"__str__": lambda self: message})
     told.__module__, told.__qualname__ = kind.__module__, kind.__qualname__
     try:

@@ -6,6 +6,7 @@ the whole batch: numbers are averaged with the microbatches' shares as weights, 
 concatenated.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def split(batch: Any, count: int) -> list[Microbatch]:
     bounds = [total * i // count for i in range(count + 1)]
     return [
         Microbatch(_part(batch, total, low, high), high - low, (high - low) / total)
-        for low, high in zip(bounds, bounds[1:])
+        for low, high in itertools.pairwise(bounds)
     ]
 
 

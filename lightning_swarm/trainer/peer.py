@@ -5,6 +5,7 @@ second begins, and end when the trainer's script does.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -94,10 +95,8 @@ class TrainerPeer:
 
     async def _change(self, at_most_s: float) -> None:
         changed = self._changed
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(changed.wait(), at_most_s)
-        except asyncio.TimeoutError:
-            pass
 
     def open(self, make: Callable[[], Session]) -> Session:
         """Begin a session; from any thread but the loop's."""
@@ -143,10 +142,8 @@ class TrainerPeer:
             await self.node.directory.withdraw("trainer")
             await asyncio.sleep(0.1)
 
-        try:
+        with contextlib.suppress(SwarmError):
             self.node.run(tell(), timeout_s=3.0)
-        except SwarmError:
-            pass
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run on the node's loop; Ctrl-C interrupts."""

@@ -1,13 +1,14 @@
 """Drives microbatches through the stages, and repairs just what breaks.
 
-Each microbatch gets a route and, for every stage at once, a *hop*: a coroutine that sends the stage's task to the route's
-worker and waits for the reply. The data moves between the workers by itself. When a hop's worker fails, the hop chooses
-another one and tells its neighbours, whose tasks are sent again with the new source; a worker that had finished its part
-already keeps it. When a worker is given up, what it had accumulated in this step is repeated the same way, at its stage
+Each microbatch gets a route and, for every stage at once, a *hop*: a coroutine that sends the stage's task to the
+route's worker and waits for the reply. The data moves between the workers by itself. When a hop's worker fails, the
+hop chooses another one and tells its neighbours, whose tasks are sent again with the new source; a worker that had
+finished its part already keeps it. When a worker is given up, what it had accumulated in this step is repeated the
+same way, at its stage
 alone: the neighbours' outboxes still hold the activations and gradients.
 
-Whose fault a silence is, the worker itself is asked (``probe``): one that waits for a neighbour is well, one that computes
-far beyond its usual time or does not answer at all is given up.
+Whose fault a silence is, the worker itself is asked (``probe``): one that waits for a neighbour is well, one that
+computes far beyond its usual time or does not answer at all is given up.
 """
 
 import asyncio
@@ -134,8 +135,9 @@ class Pipeline:
             except tuple(_CAUSES) as error:
                 if isinstance(error, NodeClosed) and error.peer is None:
                     raise
-                log.info("Microbatch %s: %s failed at stage %d: %s", flight.name, worker[-6:], stage, error)
-                self._roster.failed(worker, stage, _CAUSES[type(error)], str(error))
+                log.debug("Microbatch %s: %s failed at stage %d: %s", flight.name, worker[-6:], stage, error)
+                if worker in self._roster.workers:  # Else it has left, or was given up: nobody's fault any more.
+                    self._roster.failed(worker, stage, _CAUSES[type(error)], str(error))
                 if not isinstance(error, PeerBusy):
                     self.lose(worker)
                 if flight.route[stage] == worker:
@@ -178,15 +180,18 @@ class Pipeline:
         status, _ = await self._node.call(worker, "probe", {"microbatch": microbatch}, deadline_s=_PROBE_DEADLINE_S)
         if float(status["computing_s"]) > patience_s:
             raise DeadlineExceeded(
-                f"{worker} has computed for {status['computing_s']:.1f} s, its usual time allows {patience_s:.1f} s", worker
+                f"{worker} has computed for {status['computing_s']:.1f} s, its usual time allows {patience_s:.1f} s",
+                worker,
             )
 
     async def _blame_source(self, flight: Flight, stage: int, worker: str, error: SourceFailed) -> None:
         """A worker could not get something from its neighbour."""
-        neighbour = next((s for s in (stage - 1, stage + 1) if 0 <= s < len(flight.route) and flight.route[s] == error.peer), None)
+        neighbour = next(
+            (s for s in (stage - 1, stage + 1) if 0 <= s < len(flight.route) and flight.route[s] == error.peer), None
+        )
         if neighbour is None or error.peer is None:
             return  # Replaced meanwhile: the task is sent again with the new source.
-        log.info("Microbatch %s: %s cannot reach %s: %s", flight.name, worker[-6:], error.peer[-6:], error)
+        log.debug("Microbatch %s: %s cannot reach %s: %s", flight.name, worker[-6:], error.peer[-6:], error)
         try:
             await self._node.call(error.peer, "probe", {"microbatch": flight.name}, deadline_s=_PROBE_DEADLINE_S)
             reachable = error.cause in ("PeerUnreachable", "DeadlineExceeded")
@@ -196,7 +201,8 @@ class Pipeline:
             self._roster.ban_link(link(error.peer, worker))
             await self._reroute(flight, stage, excluding=worker)
         elif flight.route[neighbour] == error.peer:
-            self._roster.failed(error.peer, neighbour, Cause.RESET, str(error))
+            if error.peer in self._roster.workers:
+                self._roster.failed(error.peer, neighbour, Cause.RESET, str(error))
             self.lose(error.peer)
             if flight.route[neighbour] == error.peer:
                 await self._reroute(flight, neighbour, excluding=error.peer)

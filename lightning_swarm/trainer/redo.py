@@ -1,8 +1,8 @@
 """What has to be done again when a stage has lost its last worker.
 
-The trainer's copy of the model is that of some step (``Origin.version``). The redo log holds every batch since then, as the
-workers got it, and how each step ended. Microbatches are named and seeded by step and index, so doing it all again gives
-the same gradients, and the same weights.
+The trainer's copy of the model is that of some step (``Origin.version``). The redo log holds every batch since then,
+as the workers got it, and how each step ended. Microbatches are named and seeded by step and index, so doing it all
+again gives the same gradients, and the same weights.
 """
 
 from dataclasses import dataclass, field

@@ -18,7 +18,9 @@ from lightning_swarm.trainer.microbatches import Microbatch
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max", "amin": "min", "amax": "max"}
 
 
-def replay(module: LightningModule, effects: Sequence[Sequence[dict[str, Any]]], microbatches: Sequence[Microbatch]) -> None:
+def replay(
+    module: LightningModule, effects: Sequence[Sequence[dict[str, Any]]], microbatches: Sequence[Microbatch]
+) -> None:
     """Apply the effects of one batch.
 
     Args:

@@ -1,14 +1,14 @@
 """Who serves which stage: joins, leaves, and the policies that choose among the workers.
 
-The roster is the only place where the policies meet the swarm: it hands them the time and what happened, and acts on what
-they decide. Everything here runs on the node's event loop.
+The roster is the only place where the policies meet the swarm: it hands them the time and what happened, and acts on
+what they decide. Everything here runs on the node's event loop.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,10 +111,9 @@ class Roster:
         found = (w for w in self.workers.values() if w.stage == stage and (w.ready or not ready))
         return sorted(found, key=lambda w: w.peer)
 
-    def neediest_stage(self) -> int:
-        """Where the next worker should go: the stage with the fewest workers, the first of them."""
-        counts = [len(self.at_stage(stage, ready=False)) for stage in range(self.stages)]
-        return counts.index(min(counts))
+    def neediest_stage(self, possible: Sequence[int]) -> int:
+        """Where the next worker should go: of the possible stages the one with the fewest workers, the first of them."""
+        return min(possible, key=lambda stage: (len(self.at_stage(stage, ready=False)), stage))
 
     def _notify(self) -> None:
         self._changed.set()
@@ -141,7 +140,8 @@ class Roster:
             seen = "; ".join(f"{w.peer[-6:]} at stage {w.stage}" for w in self.workers.values()) or "none"
             if now - started > self._startup_timeout_s:
                 raise StartupTimeout(
-                    f"No worker serves stage {names} after {now - started:.0f} s (startup_timeout). Workers seen: {seen}. "
+                    f"No worker serves stage {names} after {now - started:.0f} s (startup_timeout). Workers seen: "
+                    f"{seen}. "
                     "Start more workers with the join line, or use fewer stages."
                 )
             if now - said > 10:
@@ -221,7 +221,14 @@ class Roster:
         self.counters[f"failed: {cause.value}"] += 1
         if ban is not None:
             self.counters["bans"] += 1
-            log.warning("Worker %s of stage %d is banned for %.0f s: %s (%s)", peer[-6:], stage, ban.until_s - now, cause.value, why)
+            log.warning(
+                "Worker %s of stage %d is banned for %.0f s: %s (%s)",
+                peer[-6:],
+                stage,
+                ban.until_s - now,
+                cause.value,
+                why,
+            )
 
     def ban_link(self, name: str) -> None:
         """Two workers cannot reach each other, though the trainer reaches both."""

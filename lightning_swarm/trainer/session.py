@@ -2,9 +2,9 @@
 
 A session begins without a plan: workers that join are asked to wait. The first batch makes the plan (the dry run needs
 one), the workers get their stages and fetch their state from the trainer, and microbatches flow. A step function that
-comes later (``validation_step`` after ``training_step``) is fitted to the same split points; where it uses parameters at
-a stage that does not hold them, or cannot be cut there while no step has been made yet, there is a new plan and the
-workers join again.
+comes later (``validation_step`` after ``training_step``) is fitted to the same split points; where it uses parameters
+at a stage that does not hold them, or cannot be cut there while no step has been made yet, there is a new plan and
+the workers join again.
 """
 
 import asyncio
@@ -87,7 +87,8 @@ class Identity:
         for name in [*mine, *(n for n in its if n not in mine)]:
             if mine.get(name) != its.get(name):
                 found.append(
-                    f"its parameter {name!r} is {its.get(name, 'missing')}, the trainer's is {mine.get(name, 'missing')}"
+                    f"its parameter {name!r} is {its.get(name, 'missing')}, the trainer's is "
+                    f"{mine.get(name, 'missing')}"
                 )
         return found[:5]
 
@@ -166,7 +167,7 @@ class Session:
             assert self.plan is not None and self.roster is not None and self.pipeline is not None
             if caller in self.roster.workers:
                 self.pipeline.lose(caller)
-            stage = self.roster.neediest_stage()
+            stage = self.roster.neediest_stage(self._stages_that_fit(caller, request.memory_bytes))
             donors = [worker.peer for worker in self.roster.at_stage(stage)]
             if self.origin.version == self.step:
                 donors.append(self._node.peer_id)
@@ -187,6 +188,26 @@ class Session:
             )
         log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
+
+    def _stages_that_fit(self, worker: str, memory_bytes: int) -> list[int]:
+        """The stages that a worker's memory can hold.
+
+        Raises:
+            CallerError: It can hold none.
+        """
+        assert self.plan is not None
+        # Training holds gradients and, with Adam, two more values a parameter.
+        copies = 4 if self._identity.function == "fit" else 1
+        needs = [copies * stage.parameter_bytes for stage in self.plan.stages]
+        fitting = [stage for stage, need in enumerate(needs) if not memory_bytes or need <= memory_bytes]
+        if not fitting:
+            raise CallerError(
+                f"The trainer refuses worker {worker}: it has {memory_bytes:,} bytes of memory, and the smallest stage, "
+                f"{needs.index(min(needs))}, needs {min(needs):,}. Use more stages, so that each is smaller."
+            )
+        if len(fitting) < len(needs):
+            log.info("Worker %s has %s bytes of memory: it can serve stages %s", worker[-6:], memory_bytes, fitting)
+        return fitting
 
     async def ready(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A worker holds its stage's state."""

@@ -93,7 +93,7 @@ class Executor:
                 self._started_s = started = time.perf_counter()
                 try:
                     result, error = function(), None
-                except Exception as exception:  # noqa: BLE001 - goes to the caller, who knows what to do
+                except Exception as exception:
                     result, error = None, exception
                 self._started_s = None
                 self.busy_s[Priority(priority)] += time.perf_counter() - started

@@ -200,9 +200,7 @@ class Member:
         problems = []
         for donor in assignment.donors:
             try:
-                header, tensors = await self._node.call(
-                    donor, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
-                )
+                header, tensors = await self._node.call(donor, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S)
                 return await asyncio.to_thread(StageState.from_wire, header, tensors)
             except SwarmError as error:
                 log.warning("No state of stage %d from %s: %s", assignment.stage, donor, error)
@@ -245,7 +243,9 @@ class Member:
                     return again
             except SwarmError as error:
                 if loop.time() - heard > self._trainer_timeout_s:
-                    raise TrainerGone(f"The trainer has been silent for {loop.time() - heard:.0f} s", trainer) from error
+                    raise TrainerGone(
+                        f"The trainer has been silent for {loop.time() - heard:.0f} s", trainer
+                    ) from error
 
 
 def _names_by_group(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:

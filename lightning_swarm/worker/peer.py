@@ -128,6 +128,7 @@ class WorkerPeer:
                 return max(records, key=lambda peer: records[peer].started_s)
             await asyncio.sleep(0.3)
         raise TrainerGone(
-            f"No trainer of run {self.node.run_id!r} was found within {self._trainer_timeout_s:.0f} s (trainer_timeout). Start "
+            f"No trainer of run {self.node.run_id!r} was found within {self._trainer_timeout_s:.0f} s "
+            f"(trainer_timeout). Start "
             "the script on the trainer's machine first, and give its address as initial_peers."
         )

@@ -95,7 +95,8 @@ class Recorder:
         if isinstance(value, Metric):
             if id(value) not in self._metric_names:
                 raise TypeError(
-                    f"self.log({name!r}, ...) got a {type(value).__name__} that is not an attribute of the LightningModule; "
+                    f"self.log({name!r}, ...) got a {type(value).__name__} that is not an attribute of the "
+                    f"LightningModule; "
                     "assign it in __init__ so that every peer knows it by its name."
                 )
             entry: Any = ("metric", self._metric_names[id(value)])
@@ -125,7 +126,12 @@ _MISSING = _Missing()
 
 
 def _is_public(name: str) -> bool:
-    return not name.startswith("_") and name not in ("training", "log", "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices")
+    return not name.startswith("_") and name not in (
+        "training",
+        "log",
+        "prepare_data_per_node",
+        "allow_zero_length_dataloader_with_multiple_devices",
+    )
 
 
 def _is_plain_list(name: str, value: Any) -> bool:

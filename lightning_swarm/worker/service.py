@@ -1,9 +1,9 @@
 """The calls that a worker answers.
 
 A step ends in two phases. ``reduce``: the worker compares the microbatches it has accumulated with those that the
-trainer's ledger gives it, sums gradients with its group and keeps the sum; nothing is applied. ``commit``: the optimizer
-makes its step with the kept sum, and the worker is at the next step. A worker that is still loading its state takes part
-in both, but queues the commits until the state is there.
+trainer's ledger gives it, sums gradients with its group and keeps the sum; nothing is applied. ``commit``: the
+optimizer makes its step with the kept sum, and the worker is at the next step. A worker that is still loading its
+state takes part in both, but queues the commits until the state is there.
 """
 
 import asyncio

@@ -4,9 +4,9 @@ A microbatch goes through a stage in five moves: fetch the input activation, run
 point to the next one, put the activation into the outbox, fetch its gradient, run the backward pass and put the input's
 gradient into the outbox. The last stage has no gradient to fetch and goes backward at once.
 
-What makes a repeated task harmless: every microbatch has one :class:`_Progress`, and the closures that compute look into
-it first, on the compute thread, which runs one at a time. A task for a microbatch that is under way takes the place of
-the earlier one (its sources may be gone) and goes on where that one was.
+What makes a repeated task harmless: every microbatch has one :class:`_Progress`, and the closures that compute look
+into it first, on the compute thread, which runs one at a time. A task for a microbatch that is under way takes the
+place of the earlier one (its sources may be gone) and goes on where that one was.
 """
 
 import asyncio
@@ -169,7 +169,9 @@ class StageServer:
         signature = self._signature(task)
         context = Context.from_dict(task.context)
         self._mirror(context)
-        batch = decode_tree(task.batch, tensors, restore=lambda spec: GhostLeaf(tuple(spec[0]), getattr(torch, spec[1])))
+        batch = decode_tree(
+            task.batch, tensors, restore=lambda spec: GhostLeaf(tuple(spec[0]), getattr(torch, spec[1]))
+        )
         self._recorder.begin(context.attributes)
         try:
             with self._step_context(task.kind), torch.set_grad_enabled(task.training):
@@ -256,7 +258,9 @@ class StageServer:
         return {name: buffers[name] for name in sorted(written) if name in buffers}
 
     def buffers_of_version(self) -> dict[str, Tensor]:
-        """The stage's buffers as of the beginning of the step: what microbatches have changed since is not agreed upon yet."""
+        """The stage's buffers as of the beginning of the step: what microbatches have changed since is not agreed
+        upon yet.
+        """
         return {**self.stage.owned_buffers(), **self._buffers_before}
 
     def buffer_sums(self) -> Tensor:

@@ -103,8 +103,12 @@ def compare(
     plan_batch: Any = None,
     tolerance: float = 0.0,
 ) -> Comparison:
-    """Cuts the module, runs the stages and the whole step on the same microbatches and compares loss and gradients."""
-    plan = make_plan(module, batch if plan_batch is None else plan_batch, stages)
+    """Cuts the module, runs the stages and the whole step on the same microbatches and compares loss and gradients.
+
+    ``batch`` may be a function that gives another one every time.
+    """
+    draw = batch if callable(batch) else lambda: batch
+    plan = make_plan(module, draw() if plan_batch is None else plan_batch, stages)
     pipeline = Pipeline(module, plan)
     whole = copy.deepcopy(module)
     if "log" not in whole.__dict__:
@@ -112,9 +116,10 @@ def compare(
             part.__dict__["log"] = lambda *args, **kwargs: None
     difference = 0.0
     for _ in range(runs):
-        result = pipeline.step(batch)
+        microbatch = draw()
+        result = pipeline.step(microbatch)
         reseed(SEED)
-        expected = whole.training_step(batch, 0)
+        expected = whole.training_step(microbatch, 0)
         loss_of(expected).backward()
         difference = max(difference, (loss_of(result) - loss_of(expected)).abs().item())
     gradients = pipeline.gradients()

@@ -143,6 +143,13 @@ def test_whose_fault_it_was_arrives(pair: Pair) -> None:
         pair.call("fail")
 
 
+def test_a_handler_that_is_cancelled_by_its_own_side_is_answered(pair: Pair) -> None:
+    pair.raising = asyncio.CancelledError()
+    with pytest.raises(PeerBusy, match="gave up 'fail'"):
+        pair.call("fail")
+    pair.call("echo")
+
+
 @pytest.mark.parametrize(
     ("method", "header", "options", "message"),
     [

@@ -9,10 +9,10 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_swarm._compat_hivemind import DHTNode, PeerID, get_dht_time
-from lightning_swarm.swarm.calling import _Calling
 from lightning_swarm.swarm.errors import PeerUnreachable
 from lightning_swarm.swarm.messages import Message
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.opening import CallingStream
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def test_a_strangers_bytes_do_nothing(run: Run) -> None:
     rng = random.Random(0)
 
     async def throw(data: bytes) -> None:
-        stream = _Calling(context, run.first.peer_id)
+        stream = CallingStream(context, run.first.peer_id)
         await asyncio.get_running_loop().create_unix_connection(lambda: stream, context.control_path)
         await stream.open(context.protocol, 5)
         with pytest.raises(PeerUnreachable):

@@ -17,6 +17,7 @@ from lightning_swarm._compat_hivemind import PeerID, p2pd_pb2
 from lightning_swarm.swarm import answering
 from lightning_swarm.swarm.answering import Answerer, _Answering, _AnsweringNeighbour
 from lightning_swarm.swarm.codec import encode
+from lightning_swarm.swarm.errors import ProtocolError
 from lightning_swarm.swarm.frames import (
     FAILURE,
     PREFIX_BYTES,
@@ -161,8 +162,8 @@ def test_a_handler_whose_caller_is_cut_off_ends_after_the_deadline(monkeypatch: 
         peer.answerer.handlers["echo"] = lambda *_: asyncio.sleep(100)  # type: ignore[assignment]
         stream, wire = peer.stream()
         peer.feed(stream, wire, peer.request({}))
-        while not wire.sent:
-            await asyncio.sleep(0.01)
+        (task,) = asyncio.all_tasks() - {asyncio.current_task()}
+        await task
         assert answer(wire)[1]["kind"] == "DeadlineExceeded" and stream.is_clean
 
     run(test)
@@ -311,3 +312,19 @@ def test_the_shortcut_is_for_those_with_a_ticket() -> None:
         assert [caller for caller, _, _ in peer.calls] == [CALLER.to_base58()]
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "ticket"),
+    [
+        ("/var/run/docker.sock", bytes(32) + b"me"),
+        ("/tmp/lightning-swarm-x/p2pd.sock", bytes(32) + b"me"),
+        ("/tmp/lightning-swarm-x/../direct.sock", bytes(32) + b"me"),
+        ("/tmp/lightning-swarm-x/direct.sock", bytes(32) + b"you"),
+        ("/tmp/lightning-swarm-x/direct.sock", b"me"),
+    ],
+)
+def test_a_liar_cannot_lead_us_into_other_programs_sockets(path: str, ticket: bytes) -> None:
+    Shortcut("/tmp/lightning-swarm-x/direct.sock", bytes(32) + b"me").check("me")
+    with pytest.raises(ProtocolError):
+        Shortcut(path, ticket).check("me")

@@ -1,0 +1,125 @@
+"""A script as a user writes it, small; its argument says what it does. Workers run it again."""
+
+import json
+import os
+import sys
+
+if sys.argv[1:] == ["broken worker"] and os.environ.get("LIGHTNING_SWARM_ROLE") == "worker":
+    raise RuntimeError("this worker is broken")
+
+import threading
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_swarm import SwarmStrategy
+
+
+class Tiny(pl.LightningModule):
+    """Two layers."""
+
+    def __init__(self, hang_in_step: int | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.hang_in_step = hang_in_step
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return (self.second(self.first(batch[0]).tanh()) - batch[1]).square().mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.global_step == self.hang_in_step:
+            print("in the middle of a step", flush=True)
+            threading.Event().wait()
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 1:
+            print("a worker speaks", flush=True)
+        self.log("loss", self.loss(batch))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.second(self.first(batch[0]).tanh())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Watch(pl.Callback):
+    """Tells of exceptions."""
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        print("exception", type(exception).__name__, flush=True)
+
+
+def data() -> DataLoader[Any]:
+    """Four batches."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(32, 4, generator=generator), torch.randn(32, 1, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=8)
+
+
+def make_trainer(strategy: Any, **more: Any) -> pl.Trainer:
+    """Quiet and quick."""
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0, "max_epochs": 1}
+    options.update(enable_progress_bar=False, enable_model_summary=False, **more)
+    return pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, **options)
+
+
+def start_and_stop() -> None:
+    """A swarm for every line of the input; a worker knows of one only."""
+    once = os.environ.get("LIGHTNING_SWARM_ROLE") == "worker"
+    for _ in [""] if once else sys.stdin:
+        strategy = SwarmStrategy(stages=2)
+        make_trainer(strategy, limit_train_batches=1).fit(Tiny(), data())
+        strategy.shutdown()
+        print("stopped", threading.active_count(), len(os.listdir("/proc/self/fd")), flush=True)
+
+
+def all_calls(strategy: Any = "swarm") -> list[Any]:
+    """Fit, validate, test and predict; every process tells what it gets."""
+    pl.seed_everything(7, verbose=False)
+    saving = ModelCheckpoint("checkpoints", monitor="loss", mode="max")
+    trainer = make_trainer(strategy, max_epochs=2, callbacks=[saving, Watch()], enable_checkpointing=True)
+    module = Tiny()
+    trainer.fit(module, data(), data())
+    results: list[Any] = []
+    for call in (trainer.validate, trainer.test):
+        results.append(call(module, data())[0]["loss"])
+        print("result", json.dumps(results[-1]), flush=True)
+    results.append(trainer.test(module, data(), ckpt_path="best")[0]["loss"])
+    print("result", json.dumps(results[-1]), flush=True)
+    results.append([row.tolist() for row in trainer.predict(module, data()) or []])
+    print("predictions", json.dumps(results[-1]), flush=True)
+    if isinstance(trainer.strategy, SwarmStrategy) and trainer.strategy._local is not None:
+        workers = [worker.process for worker in trainer.strategy._local._workers]
+        trainer.strategy.shutdown()
+        print("exit codes", [worker.returncode for worker in workers], flush=True)
+    return results
+
+
+def main() -> None:
+    """What the argument says."""
+    (what,) = sys.argv[1:]
+    if what == "start and stop":
+        start_and_stop()
+    elif what == "all calls":
+        all_calls()
+    elif what == "hang":
+        make_trainer(SwarmStrategy(stages=2), callbacks=[Watch()]).fit(Tiny(hang_in_step=2), data())
+    elif what == "broken worker":
+        make_trainer(SwarmStrategy(stages=2), callbacks=[Watch()]).fit(Tiny(), data())
+    elif what == "elsewhere":
+        make_trainer(SwarmStrategy(stages=2, workers=0), callbacks=[Watch()]).fit(Tiny(), data())
+        print("trained", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
