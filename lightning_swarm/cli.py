@@ -1,8 +1,8 @@
 """``lightning-swarm``: run scripts as trainer or worker, keep a bootstrap peer alive, simulate.
 
-    lightning-swarm run [options] train.py [arguments of the script]
-    lightning-swarm bootstrap [options]
-    lightning-swarm simulate [options]
+lightning-swarm run [options] train.py [arguments of the script]
+lightning-swarm bootstrap [options]
+lightning-swarm simulate [options]
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (run, bootstrap):
         command.add_argument("--run-id", help="names the run")
         command.add_argument("--secret-file", type=Path, help="file with the run's secret")
-        command.add_argument("--initial-peers", nargs="*", default=[], metavar="ADDRESS", help="any live peers of the run")
+        command.add_argument("--initial-peers", nargs="*", default=[], metavar="ADDRESS", help="any live peers of it")
     run.add_argument("--role", choices=["trainer", "worker"], default="worker")
     run.add_argument("script", type=Path)
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
@@ -83,7 +83,9 @@ def _run(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(options.script.resolve().parent))
     runpy.run_path(str(options.script), run_name="__main__")
     if not launcher.SwarmLauncher.calls:
-        print(f"lightning-swarm: {options.script} ended without calling trainer.fit with a SwarmStrategy", file=sys.stderr)
+        print(
+            f"lightning-swarm: {options.script} ended without calling trainer.fit with a SwarmStrategy", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -4,8 +4,8 @@ On the trainer a call (``trainer.fit``, ...) is a session: the launcher opens it
 worker the same call serves that session; then the script waits until the trainer's script calls Lightning again, and
 exits with code 0 when that has ended.
 
-Nothing outlives the trainer: local workers ask the kernel to end them with it, and every peer's libp2p daemon and sockets
-go with their owner (``swarm/daemon.py``).
+Nothing outlives the trainer: local workers ask the kernel to end them with it, and every peer's libp2p daemon and
+sockets go with their owner (``swarm/daemon.py``).
 """
 
 import atexit
@@ -39,8 +39,9 @@ LOCAL_INDEX = "LIGHTNING_SWARM_LOCAL_INDEX"
 DEVICE = "LIGHTNING_SWARM_DEVICE"
 THREADS = "LIGHTNING_SWARM_THREADS"
 
-# Runs before the worker's own Python: asks the kernel (prctl, PR_SET_PDEATHSIG = 1) for SIGKILL at the parent's death, which
-# holds across exec. Done in a fresh interpreter, because code between fork and exec of a threaded process may deadlock.
+# Runs before the worker's own Python: asks the kernel (prctl, PR_SET_PDEATHSIG = 1) for SIGKILL at the parent's death,
+# which holds across exec. Done in a fresh interpreter, because code between fork and exec of a threaded process may
+# deadlock.
 _FOLLOW_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -101,8 +102,8 @@ class _LocalWorker:
 class LocalWorkers:
     """The workers that the trainer starts on its own machine; one that dies is started again.
 
-    A worker that dies before it has joined shows that something is wrong with the script or the machine: at its first start
-    that ends the run at once, later after a few attempts.
+    A worker that dies before it has joined shows that something is wrong with the script or the machine: at its first
+    start that ends the run at once, later after a few attempts.
 
     Args:
         environments: What each of them gets in its environment, by index.
@@ -112,8 +113,10 @@ class LocalWorkers:
     def __init__(self, environments: Sequence[dict[str, str]], label: Callable[[int], str]) -> None:
         if environments and (not sys.argv or not os.path.isfile(os.path.abspath(sys.argv[0]))):
             raise MisconfigurationException(
-                "SwarmStrategy starts local workers by running the script again, but this Python was not started from a script "
-                "(a notebook or a prompt?). Put the code into a file, or pass SwarmStrategy(workers=0) and start workers "
+                "SwarmStrategy starts local workers by running the script again, but this Python was not started "
+                "from a script "
+                "(a notebook or a prompt?). Put the code into a file, or pass SwarmStrategy(workers=0) and start "
+                "workers "
                 "elsewhere with the join line."
             )
         self._environments = list(environments)
@@ -141,10 +144,16 @@ class LocalWorkers:
                 self._futile[index] += 1
                 if self._futile[index] >= _MOST_FUTILE_STARTS:
                     self._failure = WorkerDied(
-                        f"Local worker {index} has ended with exit code {code}. Its last output:\n\n{worker.last_words()}"
+                        f"Local worker {index} has ended with exit code {code}. Its last "
+                        f"output:\n\n{worker.last_words()}"
                     )
                     continue
-                log.warning("Local worker %d (%s) has ended with exit code %d; it is started again.", index, self._label(index), code)
+                log.warning(
+                    "Local worker %d (%s) has ended with exit code %d; it is started again.",
+                    index,
+                    self._label(index),
+                    code,
+                )
                 self.restarts += 1
                 self._workers[index] = _LocalWorker(index, self._environments[index], self._label)
 
@@ -200,7 +209,8 @@ class SwarmLauncher(Launcher):
             self._strategy.begin_call()
             results = function(*args, **kwargs)
         except BaseException as error:
-            # The session lives on: Lightning calls on_exception now, where callbacks may save a checkpoint, then teardown.
+            # The session lives on: Lightning calls on_exception now, where callbacks may save a checkpoint, then
+            # teardown.
             self._strategy.fail(error)
             raise
         self._strategy.end_call(failed=False, results=results)

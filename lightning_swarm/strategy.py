@@ -54,8 +54,8 @@ from lightning_swarm.worker.recorder import plain_attributes
 
 log = logging.getLogger(__name__)
 
-# How long to wait for the trained weights when a call fails: for a checkpoint that a callback saves then, for the module
-# after an exception, which the script may catch, and after Ctrl-C, when the process ends.
+# How long to wait for the trained weights when a call fails: for a checkpoint that a callback saves then, for the
+# module after an exception, which the script may catch, and after Ctrl-C, when the process ends.
 _SAVING_GATHER_S = 60.0
 _FAILED_GATHER_S = 10.0
 _INTERRUPTED_GATHER_S = 1.0
@@ -71,34 +71,36 @@ _CONTEXTS = {
 class SwarmStrategy(Strategy):
     """Trains a LightningModule as a pipeline of stages that many unreliable machines serve.
 
-    The process that calls ``trainer.fit`` first is the *trainer*: it runs Lightning's loops with your data, callbacks and
-    loggers. The *workers* run the same script and serve one stage of the model each. With the defaults all of them are
-    processes of this machine.
+    The process that calls ``trainer.fit`` first is the *trainer*: it runs Lightning's loops with your data, callbacks
+    and loggers. The *workers* run the same script and serve one stage of the model each. With the defaults all of
+    them are processes of this machine.
 
     Args:
-        stages: How many stages, cut where the slowest one is fastest; or the split points themselves, by the names of the
-            submodules whose calls begin stages 1, 2, ... (``["blocks.3", "blocks.6"]``).
+        stages: How many stages, cut where the slowest one is fastest; or the split points themselves, by the names of
+            the submodules whose calls begin stages 1, 2, ... (``["blocks.3", "blocks.6"]``).
         workers: How many workers to start on this machine; by default one a stage. 0: all are started elsewhere.
-        microbatches: Into how many parts a batch is cut; by default twice as many as stages. More keep the stages busier,
-            fewer use the devices better.
-        in_flight: The largest number of microbatches under way at once; by default as many as keep all workers busy. Lower
-            it when workers run out of memory.
+        microbatches: Into how many parts a batch is cut; by default twice as many as stages. More keep the stages
+            busier, fewer use the devices better.
+        in_flight: The largest number of microbatches under way at once; by default as many as keep all workers busy.
+            Lower it when workers run out of memory.
         role: ``"trainer"``, ``"worker"`` or ``"auto"``: what ``LIGHTNING_SWARM_ROLE`` says, else trainer.
-        initial_peers: Addresses of any live peers of the run; by default ``LIGHTNING_SWARM_INITIAL_PEERS``, separated by
-            commas.
-        run_id: Names the run; peers of other runs are refused. By default ``LIGHTNING_SWARM_RUN_ID``, else a random one.
+        initial_peers: Addresses of any live peers of the run; by default ``LIGHTNING_SWARM_INITIAL_PEERS``, separated
+            by commas.
+        run_id: Names the run; peers of other runs are refused. By default ``LIGHTNING_SWARM_RUN_ID``, else a random
+            one.
         secret: With it (or ``LIGHTNING_SWARM_SECRET``), only peers that have it too can take part.
         host_maddrs: Where to listen. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join.
         announce_maddrs: Addresses to tell others instead, where the host's own do not work from outside.
         identity_path: File of the peer's private key, for an address that survives restarts.
-        memory: On a worker, how many bytes its stage may take with gradients and optimizer; by default a GPU's memory, and
-            on a CPU as much as it wants. It gets a stage that fits.
+        memory: On a worker, how many bytes its stage may take with gradients and optimizer; by default a GPU's
+            memory, and on a CPU as much as it wants. It gets a stage that fits.
         codec: How activations and gradients travel: ``"none"`` as they are, ``"fp16"``, ``"bf16"`` or ``"int8"``.
         reduce_codec: The same for the parameters' gradients when workers of one stage sum them.
-        reproducible: Accumulate and sum gradients in float64 and round once, so that the weights are the same bit for bit
-            whoever computed what. Costs memory for one float64 copy of the gradients.
-        snapshot_every_n_steps: After how many steps the trainer brings its copy of the model up to date, so that a stage that
-            loses its last worker can start again from there. More often costs traffic, less often more steps to repeat.
+        reproducible: Accumulate and sum gradients in float64 and round once, so that the weights are the same bit for
+            bit whoever computed what. Costs memory for one float64 copy of the gradients.
+        snapshot_every_n_steps: After how many steps the trainer brings its copy of the model up to date, so that a
+            stage that loses its last worker can start again from there. More often costs traffic, less often more
+            steps to repeat.
         startup_timeout: Seconds for which a stage may be without any worker.
         trainer_timeout: Seconds for which a worker waits for a trainer that does not answer.
         accelerator: As for every strategy.
@@ -145,7 +147,8 @@ class SwarmStrategy(Strategy):
         self.role = _role(role)
         if not isinstance(stages, int) and not _are_names(stages):
             raise MisconfigurationException(
-                f"SwarmStrategy(stages={stages!r}) must be how many stages there are, or a list of the names of the submodules "
+                f"SwarmStrategy(stages={stages!r}) must be how many stages there are, or a list of the names of the "
+                f"submodules "
                 "whose calls begin stages 1, 2, ...: stages=['blocks.3', 'blocks.6']."
             )
         self.stages = stages if isinstance(stages, int) else list(stages)
@@ -156,7 +159,8 @@ class SwarmStrategy(Strategy):
             raise MisconfigurationException(f"SwarmStrategy(workers={workers}) must be at least 0.")
         if workers is not None and 0 < workers < count:
             raise MisconfigurationException(
-                f"SwarmStrategy(workers={workers}) cannot serve {count} stages: each needs a worker of its own. Give at least "
+                f"SwarmStrategy(workers={workers}) cannot serve {count} stages: each needs a worker of its own. "
+                f"Give at least "
                 f"workers={count}, or workers=0 when all workers are started elsewhere."
             )
         for name, value in (
@@ -257,7 +261,8 @@ class SwarmStrategy(Strategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if isinstance(precision_plugin, MixedPrecision) and precision_plugin.precision == "16-mixed":
             raise MisconfigurationException(
-                "SwarmStrategy does not scale the loss of float16 yet: use precision='bf16-mixed', which needs no scaling."
+                "SwarmStrategy does not scale the loss of float16 yet: use precision='bf16-mixed', which needs no "
+                "scaling."
             )
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
@@ -297,12 +302,16 @@ class SwarmStrategy(Strategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="Pipeline over a swarm of unreliable workers")
+            strategy_registry.register(
+                cls.strategy_name, cls, description="Pipeline over a swarm of unreliable workers"
+            )
 
     @contextlib.contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """On a worker, ``configure_model`` makes parameters without memory: what its stage needs comes from the trainer."""
+        """On a worker, ``configure_model`` makes parameters without memory: what its stage needs comes from the
+        trainer.
+        """
         with super().tensor_init_context(empty_init=empty_init):
             if self.role == "trainer":
                 yield
@@ -345,7 +354,8 @@ class SwarmStrategy(Strategy):
         self._peer = TrainerPeer(node)
         rank_zero_info(
             "To let another machine join, start this script there with:\n"
-            f"  {launching.ROLE}=worker {launching.RUN_ID}={self._run_id} {launching.INITIAL_PEERS}={','.join(node.maddrs)}"
+            f"  {launching.ROLE}=worker {launching.RUN_ID}={self._run_id} "
+            f"{launching.INITIAL_PEERS}={','.join(node.maddrs)}"
         )
         self._local = self._start_workers(node)
 
@@ -423,11 +433,15 @@ class SwarmStrategy(Strategy):
             return
         if not module.automatic_optimization:
             raise MisconfigurationException(
-                "SwarmStrategy needs automatic optimization: with manual optimization the step that computes gradients would "
-                "run on other machines than the optimizer calls in its middle. Return the loss from training_step instead."
+                "SwarmStrategy needs automatic optimization: with manual optimization the step that computes "
+                "gradients would "
+                "run on other machines than the optimizer calls in its middle. Return the loss from training_step "
+                "instead."
             )
         if is_overridden("backward", module, LightningModule):
-            rank_zero_warn("SwarmStrategy runs the backward pass on the workers; the overridden `backward` is not called.")
+            rank_zero_warn(
+                "SwarmStrategy runs the backward pass on the workers; the overridden `backward` is not called."
+            )
         forbidden = {
             "StochasticWeightAveraging": "averages weights in the trainer process at every epoch",
             "WeightAveraging": "averages weights in the trainer process at every step",
@@ -440,7 +454,8 @@ class SwarmStrategy(Strategy):
             for kind in type(callback).__mro__:
                 if kind.__name__ in forbidden:
                     raise MisconfigurationException(
-                        f"SwarmStrategy cannot work with {type(callback).__name__}: it {forbidden[kind.__name__]}, but the "
+                        f"SwarmStrategy cannot work with {type(callback).__name__}: it {forbidden[kind.__name__]}, "
+                        f"but the "
                         "weights are on the workers. Remove the callback."
                     )
 
@@ -450,7 +465,8 @@ class SwarmStrategy(Strategy):
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise MisconfigurationException(
-                    "SwarmStrategy cannot work with LBFGS, which evaluates the model several times within a step. Use an "
+                    "SwarmStrategy cannot work with LBFGS, which evaluates the model several times within a step. "
+                    "Use an "
                     "optimizer whose step needs the gradients only, such as AdamW."
                 )
 
@@ -622,7 +638,8 @@ class SwarmStrategy(Strategy):
                 if not self._clamped:
                     self._clamped = True
                     rank_zero_warn(
-                        f"SwarmStrategy(microbatches={count}) is more than a batch of {size} has samples; it is cut into {size}."
+                        f"SwarmStrategy(microbatches={count}) is more than a batch of {size} has samples; it is cut "
+                        f"into {size}."
                     )
                 count = max(1, size)
         return split(batch, count)
@@ -673,7 +690,8 @@ class SwarmStrategy(Strategy):
         self._clipping.clipping = Clipping()
         result = closure_with_hooks(self.precision_plugin, self.lightning_module, optimizer, closure)
         hyperparameters = [
-            {name: _plain(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            {name: _plain(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
         ]
         try:
             self._peer.run(self._session.finish_step(hyperparameters, self._clipping.clipping))
@@ -737,9 +755,10 @@ class SwarmStrategy(Strategy):
         """What the swarm has done in this Lightning call, or did in the last one.
 
         Returns:
-            ``step``, ``elapsed_s``, ``samples``, ``counters`` (joins, leaves, bans, failures by cause, lost microbatches, stages
-            lost, steps repeated), ``trainer`` (its bytes) and ``workers``, a row each: stage, peer, device, microbatches and
-            share of its stage's, seconds in forward, backward, waiting, reduction and commit, bytes sent and received.
+            ``step``, ``elapsed_s``, ``samples``, ``counters`` (joins, leaves, bans, failures by cause, lost
+            microbatches, stages lost, steps repeated), ``trainer`` (its bytes) and ``workers``, a row each: stage,
+            peer, device, microbatches and share of its stage's, seconds in forward, backward, waiting, reduction and
+            commit, bytes sent and received.
         """
         if self._session is not None and isinstance(self._peer, TrainerPeer):
             self._report = self._peer.run(self._session.report())
@@ -752,7 +771,9 @@ class _ClipRecorder:
     def __init__(self) -> None:
         self.clipping = Clipping()
 
-    def __call__(self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    def __call__(
+        self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
         if clip_val is None or clip_val <= 0:
             return
         algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)

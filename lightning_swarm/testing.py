@@ -1,7 +1,7 @@
 """A whole swarm in one process, for tests of the swarm and of your own set-ups.
 
-Every worker is a thread that runs Lightning with ``role="worker"``; everything else is real: each has a libp2p peer of its
-own, and all that crosses between them crosses the network stack.
+Every worker is a thread that runs Lightning with ``role="worker"``; everything else is real: each has a libp2p peer
+of its own, and all that crosses between them crosses the network stack.
 """
 
 import threading
@@ -58,7 +58,7 @@ class _ThreadWorkers:
                 getattr(trainer, call)(module, data)
         except SystemExit:
             return
-        except BaseException:  # noqa: BLE001 - shown by check(), as a child process's traceback would be
+        except BaseException:
             self._errors.append(traceback.format_exc())
 
     def joined(self, index: int) -> None:

@@ -57,7 +57,9 @@ def test_a_worker_that_drains_hands_over_and_another_takes_its_place() -> None:
         _until(strategy, lambda: sum(w.ready for w in strategy._session.roster.workers.values()) == 4)
 
     options = {"microbatches": 4, "reproducible": True}
-    swarm = fit_swarm(make, CASE.loader(8), 2, swarm={**options, "workers": 4}, callbacks=[_At(2, leave), _At(5, replace)])
+    swarm = fit_swarm(
+        make, CASE.loader(8), 2, swarm={**options, "workers": 4}, callbacks=[_At(2, leave), _At(5, replace)]
+    )
     undisturbed = fit_swarm(make, CASE.loader(8), 2, swarm=options)
     assert difference(swarm.weights, undisturbed.weights) == 0.0
     counters = swarm.trainer.strategy.report()["counters"]
@@ -70,7 +72,9 @@ def test_a_worker_with_another_model_is_refused_with_what_differs() -> None:
         _until(strategy, lambda: bool(strategy._local._errors))
         strategy._local.check()
 
-    with pytest.raises(WorkerDied, match=r"its parameter 'positions' is \(16, 16\) float32, the trainer's is \(16, 32\)"):
+    with pytest.raises(
+        WorkerDied, match=r"its parameter 'positions' is \(16, 16\) float32, the trainer's is \(16, 32\)"
+    ):
         fit_swarm(GPT, CASE.loader(3), 2, callbacks=[_At(1, add)])
 
 
@@ -95,7 +99,9 @@ def test_a_worker_with_too_little_memory_is_refused_or_gets_a_stage_that_fits() 
 
 def test_a_stage_without_workers_is_named_with_the_peers_seen() -> None:
 
-    with pytest.raises(StartupTimeout, match=r"No worker serves stage 0, 1 after 1 s \(startup_timeout\). Workers seen: none"):
+    with pytest.raises(
+        StartupTimeout, match=r"No worker serves stage 0, 1 after 1 s \(startup_timeout\). Workers seen: none"
+    ):
         fit_swarm(GPT, CASE.loader(1), 2, swarm={"startup_timeout": 1.0, "workers": 0})
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_swarm.worker.state import StageState
 from tests.harness import Outcome, assert_same_training, difference, fit_plain, fit_swarm
-from tests.models import CASES, GPT, Regressor
+from tests.models import CASES, GPT
 
 
 class _Replicas(pl.Callback):
@@ -94,7 +94,8 @@ def _normalised() -> pl.LightningModule:
         nn.BatchNorm1d(32),
         nn.ReLU(),
         nn.Linear(32, 4),
-    )  # fmt: skip return Regressor(net)
+    )
+    return Regressor(net)
 
 
 def test_batch_norm_buffers_are_averaged_by_samples_and_identical() -> None:

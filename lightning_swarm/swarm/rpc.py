@@ -5,7 +5,7 @@ stream back. A stream carries one call at a time, so a large tensor holds up nob
 side lets go: a call that is cancelled, late or failed closes its stream, which cancels the handler at the other side,
 and a peer that dies ends its streams, which fails the calls on them at once.
 
-The calling end is in `calling`, the answering end in `answering`. Both send their token in every frame and look at no
+The calling end is in `opening` and `calling`, the answering end in `answering`. Both send their token in every frame and look at no
 frame without the other's. Tensors are encoded and decoded on the event loop where that is free (see `codec.is_cheap`),
 in the node's codec thread otherwise.
 """
@@ -52,6 +52,7 @@ class Context:
         self.token = self.token_of(self.peer_id)
 
     def token_of(self, peer: str) -> bytes:
+        """What frames of ``peer`` carry."""
         return make_token(self.secret, self.run_id, peer)
 
     def frame(self, kind: int, header: Any, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
@@ -72,6 +73,7 @@ class Context:
 
 
 def encode_all(tensors: Sequence[Tensor], codec: str) -> tuple[list[Buffer], list[Meta]]:
+    """The bytes and metas of several tensors."""
     buffers: list[Buffer] = []
     metas: list[Meta] = []
     for tensor in tensors:

@@ -3,7 +3,7 @@
 ``p2pd`` hands us every libp2p stream as a unix socket: it begins with one length-prefixed protocol buffer (who is at
 the other end, or why there is nobody) and is ours from then on. `Stream` reads that hello, then frames. Small parts go
 through a scratch buffer that all streams of a node share; tensors are read from the socket straight into the memory
-that they will live in. What a frame means is left to its two subclasses, in `calling` and `answering`.
+that they will live in. What a frame means is left to its subclasses, in `opening` and `answering`.
 """
 
 import asyncio

@@ -112,7 +112,9 @@ class Roster:
         return sorted(found, key=lambda w: w.peer)
 
     def neediest_stage(self, possible: Sequence[int]) -> int:
-        """Where the next worker should go: of the possible stages the one with the fewest workers, the first of them."""
+        """Where the next worker should go: of the possible stages the one with the fewest workers, the first of
+        them.
+        """
         return min(possible, key=lambda stage: (len(self.at_stage(stage, ready=False)), stage))
 
     def _notify(self) -> None:

@@ -202,7 +202,8 @@ class Session:
         fitting = [stage for stage, need in enumerate(needs) if not memory_bytes or need <= memory_bytes]
         if not fitting:
             raise CallerError(
-                f"The trainer refuses worker {worker}: it has {memory_bytes:,} bytes of memory, and the smallest stage, "
+                f"The trainer refuses worker {worker}: it has {memory_bytes:,} bytes of memory, and the smallest "
+                f"stage, "
                 f"{needs.index(min(needs))}, needs {min(needs):,}. Use more stages, so that each is smaller."
             )
         if len(fitting) < len(needs):
@@ -375,9 +376,9 @@ class Session:
             except StageLost as lost:
                 await self._recover(lost)
         self._redo.begin(self.step)
-        if (self.step - self.origin.version) >= self._settings.snapshot_every_n_steps:
-            if self._snapshot is None or self._snapshot.done():
-                self._snapshot = asyncio.create_task(self._take_snapshot(), name="snapshot")
+        due = self.step - self.origin.version >= self._settings.snapshot_every_n_steps
+        if due and (self._snapshot is None or self._snapshot.done()):
+            self._snapshot = asyncio.create_task(self._take_snapshot(), name="snapshot")
 
     async def _finish(self, ending: StepEnding) -> None:
         assert self._step_end is not None

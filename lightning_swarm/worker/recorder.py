@@ -58,7 +58,7 @@ class Recorder:
         self._recorded = Recorded()
         for metric in self._metrics.values():
             metric.reset()
-        self._before = {name: value for name, value in plain_attributes(self._module)}
+        self._before = dict(plain_attributes(self._module))
         for name, value in attributes.items():
             setattr(self._module, name, value)
         self._before.update(attributes)

@@ -133,9 +133,9 @@ class WorkerService:
                 reduction.cancel()
             self._reduction_s += time.perf_counter() - started
         norms, absent = {}, []
-        for group, (vector, squared_norm, missing) in zip(request.groups, results):
+        for group, (vector, norm, missing) in zip(request.groups, results):
             reduced.vectors[group.name] = vector
-            norms[group.name] = squared_norm
+            norms[group.name] = norm
             absent += missing
         self._reduced = reduced
         finite = all(math.isfinite(norm) for norm in norms.values())

@@ -79,7 +79,8 @@ def start_and_stop() -> None:
         strategy = SwarmStrategy(stages=2)
         make_trainer(strategy, limit_train_batches=1).fit(Tiny(), data())
         strategy.shutdown()
-        print("stopped", threading.active_count(), len(os.listdir("/proc/self/fd")), flush=True)
+        threads = sorted(thread.name for thread in threading.enumerate())
+        print("swarm has stopped", len(os.listdir("/proc/self/fd")), threads, flush=True)
 
 
 def all_calls(strategy: Any = "swarm") -> list[Any]:
