@@ -228,7 +228,7 @@ class SwarmLauncher(Launcher):
             raise
         self._strategy.shutdown()
         # Lightning would tell them of an exception, but this is the end of a run that went well.
-        trainer.callbacks, trainer.loggers = [], []
+        trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
         sys.exit(0)
 
     @override

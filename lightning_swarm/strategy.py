@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import inspect
 import logging
 import os
 import secrets
@@ -437,6 +438,12 @@ class SwarmStrategy(Strategy):
                 "gradients would "
                 "run on other machines than the optimizer calls in its middle. Return the loss from training_step "
                 "instead."
+            )
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise MisconfigurationException(
+                "SwarmStrategy cannot work with a training_step that takes `dataloader_iter`: workers get batches, "
+                "they have "
+                "no dataloader. Take `batch` instead."
             )
         if is_overridden("backward", module, LightningModule):
             rank_zero_warn(

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_swarm.worker.state import StageState
 from tests.harness import Outcome, assert_same_training, difference, fit_plain, fit_swarm
-from tests.models import CASES, GPT
+from tests.models import CASES, GPT, Regressor
 
 
 class _Replicas(pl.Callback):

@@ -18,7 +18,7 @@ import pytest
 from tests.scripts import tiny
 
 GONE_WITHIN_S = 5.0
-LIMIT_S = 58.0
+LIMIT_S = 300.0
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         self.rearm()
 
     def rearm(self) -> None:
-        """Nothing that a test does may take longer than this."""
+        """Ends it if a test never does."""
         self.disarm()
         self._limit = threading.Timer(LIMIT_S, self.process.kill)
         self._limit.daemon = True
@@ -157,10 +157,10 @@ def test_a_swarm_that_was_stopped_leaves_nothing(
     assert again_and_again.process.stdin is not None
     again_and_again.process.stdin.write("again\n")
     again_and_again.process.stdin.flush()
-    held.append(again_and_again.until("swarm has stopped"))
+    held.append(again_and_again.until("the swarm has stopped"))
     again_and_again.assert_nothing_left()
-    print(held[-1])
-    assert held[-1] == held[0], "threads or open files have become more"
+    assert held[-1].endswith(" ['MainThread']")
+    assert held[-1] == held[0], "open files have become more"
 
 
 def test_ctrl_c_in_the_middle_of_a_step_ends_everything(start: Start) -> None:

@@ -1,8 +1,8 @@
 """The event loop of the simulation: a heap of (time, order, callback).
 
-simpy was tried first. Its processes are generators and each step of one costs several allocations; the callbacks here
-take about a quarter of the time (``benchmarks/simulate_routing.py`` prints both), and a table of the routing benchmark
-has some 10^8 events. Events of one moment run in the order in which they were scheduled, so a seed determines a run.
+simpy was tried first: its processes are generators, and an event costs about twice what a callback does here
+(``benchmarks/simulate_routing.py`` prints both); that benchmark handles some 10^7 events, which is minutes as it is.
+Events of one moment run in the order in which they were scheduled, so a seed determines a run.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class EventLoop:
         self._stopped = True
 
     def run(self, until: float = float("inf")) -> None:
-        """Handle events until none is left, :meth:`stop` is called or the next one lies beyond ``until``."""
+        """Handle events until :meth:`stop` is called or none is left up to ``until``; then it is ``until``."""
         self._stopped = False
         heap = self._heap
-        while heap and not self._stopped:
-            if heap[0][0] > until:
-                self.now = until
-                return
+        while heap and heap[0][0] <= until:
             self.now, _, callback, args = heappop(heap)
             self.handled += 1
             callback(*args)
+            if self._stopped:
+                return
+        if until < float("inf"):
+            self.now = until

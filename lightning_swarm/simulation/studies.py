@@ -118,7 +118,7 @@ class RoutingCell:
 def spread_workers(
     number: int, stages: int, speeds: Sequence[float], network: Network, seed: int
 ) -> list[SimulatedWorker]:
-    """Workers of these speeds in turn, at random places; the fastest come first and each goes where it is needed most."""
+    """Workers of these speeds in turn, at random places; the fastest come first, each where it is needed most."""
     generator = random.Random(seed)
     regions = network.regions or ("",)
     loads: list[WorkerLoad] = []

@@ -61,7 +61,7 @@ def named(facts: Facts, points: Sequence[SplitPoint], step: str, module: nn.Modu
     """
     called = {candidate.point: candidate for candidate in facts.candidates}
     cuts = []
-    for stage, point in enumerate(points, start=1):
+    for stage, point in enumerate((_canonical(point, module) for point in points), start=1):
         if point not in called:
             raise CutError(_unknown(point, facts, step, module))
         cut = called[point]
@@ -78,6 +78,15 @@ def named(facts: Facts, points: Sequence[SplitPoint], step: str, module: nn.Modu
                 f"which {step} calls them, each once. That order is: {order}."
             )
     return cuts
+
+
+def _canonical(point: SplitPoint, module: nn.Module) -> SplitPoint:
+    """The split point under the name by which the dry run knows a submodule that has several."""
+    try:
+        wanted = module.get_submodule(point.module)
+    except AttributeError:
+        return point
+    return next((SplitPoint(name, point.call) for name, part in module.named_modules() if part is wanted), point)
 
 
 def _unknown(point: SplitPoint, facts: Facts, step: str, module: nn.Module) -> str:

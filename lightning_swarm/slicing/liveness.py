@@ -39,6 +39,7 @@ class _Reader:
         self.last_custom: dict[int, int] = {}
         self.leaks: list[tuple[int, Op, Call | None]] = []
         self.seen_ghost = False
+        self.outside = {value.storage for value in trace.values if value.kind == "outside"}
         self.flops_at: list[float] = []
         self.parameters_at: list[int] = []
         self.operations_at: list[int] = []
@@ -87,7 +88,7 @@ class _Reader:
         reads = [self.storages[value.storage] for value in self._values(op.reads)]
         different = any(storage.crosses_from is not None for storage in reads)
         ghost = any(storage.ghost for storage in reads)
-        late = op.random and self.seen_ghost
+        late = op.own_generator or (op.random and self.seen_ghost)
         self.seen_ghost = self.seen_ghost or ghost
         crosses = (different and not op.blank) or late
         for value_index in op.reads:
@@ -98,7 +99,7 @@ class _Reader:
             self._needs(index, op.reads, self.facts.source_uses)
         if op.looks:
             self._needs(index, op.reads, self.facts.source_looks)
-            if ghost and not op.makes and not op.contained:
+            if ghost and not op.contained and self._decided_by_ghosts(op):
                 self.leaks.append((index, op, op.frame))
         sources: frozenset[Source] = frozenset()
         if not op.blank:
@@ -113,6 +114,8 @@ class _Reader:
             storage.ghost = storage.ghost or (ghost and not op.blank)
         for value in self._values(op.writes):
             self.storages[value.storage].writes.append(index)
+            if value.storage in self.outside:
+                self.facts.source_uses.append((index, sources))
             for name in self._buffers_in(value.storage):
                 self.facts.buffer_writes.append((index, name))
                 self.facts.source_uses.append((index, frozenset({("buffer", name)}) | sources))
@@ -122,6 +125,13 @@ class _Reader:
             storage = self.storages[value.storage]
             if storage.sources and (storage.crosses_from is None or value.kind in ("buffer", "leaf")):
                 where.append((index, storage.sources))
+
+    def _decided_by_ghosts(self, op: Op) -> bool:
+        """Whether Python saw ghosts' data. In ``x[mask]`` the mask decides the shape, so ``x`` may be a ghost."""
+        values = self._values(op.reads)
+        ghosts = [value for value in values if self.storages[value.storage].ghost]
+        masks = [value for value in values if not value.dtype.is_floating_point]
+        return not op.makes or not masks or any(value in ghosts for value in masks)
 
     def _buffers_in(self, storage: int) -> list[str]:
         return [str(value.key) for value in self.trace.values if value.kind == "buffer" and value.storage == storage]
@@ -203,12 +213,10 @@ class _Reader:
                 break
         for look, op, frame in self.leaks:
             if look < index and not _closed(frame, index):
+                what = "the shape of a tensor was decided by data" if op.makes else "a number was read from a tensor"
                 where = f" at {op.place}" if op.place else ""
-                found.append(
-                    Obstacle(
-                        f"a number was read from a tensor{where} and may be used behind it: keep it a tensor", op.place
-                    )
-                )
+                cure = "cut in front of it" if op.makes else "keep it a tensor"
+                found.append(Obstacle(f"{what}{where}, and what it told may be used behind: {cure}", op.place))
                 break
         return found
 

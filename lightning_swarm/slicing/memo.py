@@ -172,6 +172,12 @@ class MemoMode(GhostMode):
             self.recorder, self.learning = outer, False
         return result, not watch.saw_data
 
+    def forget(self) -> None:
+        """Remembers nothing any more."""
+        self._recipes.clear()
+        self._latest.clear()
+        self._refused.clear()
+
     def disown(self, ghost: Tensor) -> None:
         """This ghost is about to be bound: memory must not serve it again."""
         recipe, index = ghost.__dict__.pop("_recipe", (None, 0))
@@ -226,9 +232,7 @@ class MemoMode(GhostMode):
         if not ghostly:
             return None
         if len(self._recipes) >= _CAPACITY:
-            self._recipes.clear()
-            self._latest.clear()
-            self._refused.clear()
+            self.forget()
         recipe = self._recipes[key] = _Recipe(leaves, same, spec)
         return recipe
 

@@ -111,6 +111,10 @@ class Prefix:
                     tensor.copy_(before)
         self._journal.clear()
 
+    def forget(self) -> None:
+        """Learns everything anew."""
+        self._mode.forget()
+
     def close(self) -> None:
         """Takes the wrappers off."""
         for part in self._wrapped:

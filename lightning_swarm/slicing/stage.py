@@ -40,6 +40,10 @@ class _StageExit(BaseException):
     """Leaves the step at the end of a stage. Not an Exception, so that no ``except Exception`` of the user stops it."""
 
 
+class _OutOfDate(BaseException):
+    """What was remembered of ghost calls is no longer true: code changed an attribute that decides shapes."""
+
+
 @dataclass
 class _Run:
     """One microbatch on its way through the step."""
@@ -50,6 +54,7 @@ class _Run:
     seed: int
     leaves: list[Tensor]
     active: bool
+    again: bool = False
     taken: list[Tensor] | None = None
 
 
@@ -131,24 +136,32 @@ class Stage:
 
         """
         self._check(step, signature, inputs)
-        run = _Run(step, signature, list(inputs), seed, [], active=self._begin is None)
         batch = replace_leaves(batch, self._ghost_leaf)
+        for again in (False, True):
+            run = _Run(step, signature, list(inputs), seed, [], active=self._begin is None, again=again)
+            try:
+                result = self._call(run, batch, step_args, context)
+                break
+            except _OutOfDate:
+                assert self._prefix is not None
+                self._prefix.forget()
+        return StageOutput(self._result(run, result), run.taken or [], run.leaves, _wants(signature, self.index))
+
+    def _call(self, run: _Run, batch: Any, step_args: tuple[Any, ...], context: Context) -> Any:
         self._counts = {}
         self._run = run
-        seed_everything(seed)
-        result = None
+        seed_everything(run.seed)
         try:
             if self._prefix is not None:
-                self._prefix.enter(step, signature.veiled[self.index])
-            with torch.set_grad_enabled(trains(step)), context():
-                result = call_step(self.module, step, batch, step_args)
+                self._prefix.enter(run.step, run.signature.veiled[self.index])
+            with torch.set_grad_enabled(trains(run.step)), context():
+                return call_step(self.module, run.step, batch, step_args)
         except _StageExit:
-            pass
+            return None
         finally:
             self._run = None
             if self._prefix is not None:
                 self._prefix.finish()
-        return StageOutput(self._result(run, result), run.taken or [], run.leaves, _wants(signature, self.index))
 
     # -- the gates
 
@@ -180,6 +193,8 @@ class Stage:
         boundary = run.signature.boundaries[self.index - 1]
         seed = stage_seed(run.seed, self.index)
         seed_everything(seed)
+        stand_ins = take(args, kwargs, boundary.positions)[0]
+        self._compare_shapes(run, stand_ins)
         entering = []
         for tensor, spec in zip(run.received, boundary.specs, strict=True):
             leaf = tensor.detach()
@@ -189,7 +204,6 @@ class Stage:
             # Not the leaf itself: the first operation may be in place, which autograd forbids on leaves and views.
             entering.append(leaf.clone())
         if any(boundary.held):
-            stand_ins = take(args, kwargs, boundary.positions)[0]
             for stand_in, tensor, held in zip(stand_ins, entering, boundary.held, strict=True):
                 if held:
                     self._prefix.bind(stand_in, tensor, seed)
@@ -200,6 +214,17 @@ class Stage:
         return new
 
     # -- checks
+
+    def _compare_shapes(self, run: _Run, stand_ins: Sequence[Tensor]) -> None:
+        """What was received must look like what code in front of the split point took it for."""
+        for position, (tensor, stand_in) in enumerate(zip(run.received, stand_ins, strict=False)):
+            if tensor.shape != stand_in.shape:
+                if not run.again:
+                    raise _OutOfDate
+                raise SliceError(
+                    f"tensor {position} for stage {self.index} is of shape {tuple(tensor.shape)}, but code in front of "
+                    f'"{self._begin}" expects {tuple(stand_in.shape)}: shapes that activations decide cannot cross'
+                )
 
     def _check(self, step: str, signature: StepSignature, inputs: Sequence[Tensor]) -> None:
         if signature.step != step:

@@ -58,7 +58,8 @@ class Op:
 
     ``blank``: the result depends on shapes only (``zeros_like``). ``looks``: Python saw data of what it reads, as a
     number, or as the shape of the result; ``contained``: it did so in code that gives no numbers back, that of a
-    metric. ``random``: it draws from torch's generator. ``custom``: it is part of a ``torch.autograd.Function``.
+    metric. ``random``: it draws from torch's generator, or, if ``own_generator``, from one that no seed reaches.
+    ``custom``: it is part of a ``torch.autograd.Function``.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Op:
     makes: tuple[int, ...] = ()
     flops: float = 0.0
     random: bool = False
+    own_generator: bool = False
     blank: bool = False
     looks: bool = False
     contained: bool = False

@@ -149,6 +149,7 @@ class Tracer(TorchDispatchMode):
             flops=_flops(func, args, kwargs, out, outputs, inputs),
             random=torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs),
             blank=name in _BLANK,
+            own_generator=kwargs.get("generator") is not None,
             looks=looks,
             contained=looks and frames.in_a_metric(),
             custom=not torch.is_grad_enabled() and frames.in_custom_function(),

@@ -5,9 +5,9 @@ stream back. A stream carries one call at a time, so a large tensor holds up nob
 side lets go: a call that is cancelled, late or failed closes its stream, which cancels the handler at the other side,
 and a peer that dies ends its streams, which fails the calls on them at once.
 
-The calling end is in `opening` and `calling`, the answering end in `answering`. Both send their token in every frame and look at no
-frame without the other's. Tensors are encoded and decoded on the event loop where that is free (see `codec.is_cheap`),
-in the node's codec thread otherwise.
+The calling end is in `opening` and `calling`, the other in `answering`. Both send their token in every frame and
+look at no frame without the other's. Tensors are encoded and decoded on the event loop where that is free (see
+`codec.is_cheap`), in the node's codec thread otherwise.
 """
 
 import asyncio

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import sys
+from typing import Any
 
 from lightning_swarm.swarm.errors import RemoteError
 
@@ -35,7 +36,7 @@ def _made(error: RemoteError) -> Exception:
             return raised
     # Its constructor wants something else, or it puts the message together itself: what counts is that `except` finds
     # it.
-    told = type(kind.__name__, (kind,), {"__str__": lambda self: message})
+    told: Any = type(kind.__name__, (kind,), {"__str__": lambda self: message})
     told.__module__, told.__qualname__ = kind.__module__, kind.__qualname__
     try:
         return told.__new__(told, message)

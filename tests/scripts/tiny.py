@@ -79,8 +79,11 @@ def start_and_stop() -> None:
         strategy = SwarmStrategy(stages=2)
         make_trainer(strategy, limit_train_batches=1).fit(Tiny(), data())
         strategy.shutdown()
-        threads = sorted(thread.name for thread in threading.enumerate())
-        print("swarm has stopped", len(os.listdir("/proc/self/fd")), threads, flush=True)
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+        threads = [thread.name for thread in threading.enumerate()]
+        print("the swarm has stopped", len(os.listdir("/proc/self/fd")), threads, flush=True)
 
 
 def all_calls(strategy: Any = "swarm") -> list[Any]:

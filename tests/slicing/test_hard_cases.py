@@ -561,3 +561,84 @@ def test_transformer_layers_of_torch_in_training_and_evaluation() -> None:
         part.eval()
     with torch.no_grad():
         assert torch.equal(outcome.pipeline.step(batch, "validation_step", signature), module.validation_step(batch, 0))
+
+
+class Unseeded(LateNoise):
+    """Draws from a generator of its own, in front of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        noise = torch.rand(x.shape, generator=self.generator)
+        x = self.embed(x)
+        for mix in self.mixes:
+            x = mix(x, noise)
+        return F.cross_entropy(self.head(x), y)
+
+
+def test_noise_from_a_generator_of_its_own_crosses() -> None:
+    module = Unseeded()
+    plan = make_plan(module, module.batch(), ["mixes.1"])
+    assert len(plan.signatures["training_step"].boundaries[0].positions) == 2
+
+
+class Selects(Base):
+    """How many rows are left depends on activations, and the step counts them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = x[x[:, 0] > 0]
+        count = len(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum(0, keepdim=True) / max(count, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(self.body(x)), y[:1])
+
+
+def test_a_shape_that_activations_decide_forbids_cuts_behind_it() -> None:
+    with pytest.raises(CutError, match=r"the shape of a tensor was decided by data at test_hard_cases.py:\d+"):
+        make_plan(Selects(), Selects.batch(), ["layers.1"])
+
+
+class Pools(Base):
+    """An attribute that somebody changes between microbatches decides shapes."""
+
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.stride = nn.Linear(12, 12), 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)[:, :: self.stride]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pools.Pool()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.pool(self.embed(batch[0])[..., None].expand(-1, -1, 12))
+        length = x.shape[1]
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x.sum(1) / length), batch[1])
+
+
+def test_an_attribute_that_changes_shapes_between_microbatches_is_noticed() -> None:
+    module = Pools()
+    batch = module.batch()
+    outcome = compare(module, batch, ["layers.1", "layers.3"])
+    for part in (module, *(stage.module for stage in outcome.pipeline.stages)):
+        part.pool.stride = 3
+    assert torch.equal(outcome.pipeline.step(batch), module.training_step(batch, 0))
+
+
+def test_a_submodule_with_two_names_is_cut_by_either() -> None:
+    module = Base()
+    module.alias = module.layers[2]
+    assert [str(cut) for cut in make_plan(module, module.batch(), ["alias"]).cuts] == ["layers.2"]
