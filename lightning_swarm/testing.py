@@ -26,6 +26,7 @@ class _ThreadWorkers:
         self._errors: list[str] = []
         self._threads: list[threading.Thread] = []
         self.strategies: dict[int, SwarmStrategy] = {}
+        self._killed: set[int] = set()
         for index in range(strategy.thread_workers):
             self.start(index)
 
@@ -59,7 +60,15 @@ class _ThreadWorkers:
         except SystemExit:
             return
         except BaseException:
-            self._errors.append(traceback.format_exc())
+            if index not in self._killed:
+                self._errors.append(traceback.format_exc())
+
+    def kill(self, peer: str) -> None:
+        """Let a worker vanish without a word, as a machine does that loses its power."""
+        for index, strategy in list(self.strategies.items()):
+            if strategy._peer is not None and strategy._peer.node.peer_id == peer:
+                self._killed.add(index)
+                strategy._peer.node.close()
 
     def joined(self, index: int) -> None:
         """As the launcher's."""

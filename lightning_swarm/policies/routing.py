@@ -262,7 +262,10 @@ class StochasticWiring:
             self._stages[stage].observe(entry, max(service_s, 1e-9))
 
     def timed_out(self, stage: int, peer: str, waited_s: float, *, now: float | None = None) -> None:
-        """A deadline passed: charge the wait. It is an observation unless the peer is known to be even slower."""
+        """A deadline passed: charge the wait. It is an observation unless the peer is known to be even slower.
+
+        ``now`` is accepted as by :meth:`complete`, but silence has no end here.
+        """
         entry = self._stages[stage].peers.get(peer)
         if entry is not None:
             self._stages[stage].observe(entry, max(waited_s, entry.estimate_s))

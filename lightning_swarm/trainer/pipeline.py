@@ -157,6 +157,8 @@ class Pipeline:
         call = asyncio.ensure_future(
             self._node.call(worker, "process", task.to_dict(), tensors, deadline_s=_SOURCE_DEADLINE_S)
         )
+        # It may fail at the moment when its answer is not wanted any more.
+        call.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
         changed = asyncio.ensure_future(flight.rerouted[stage].wait())
         try:
             while True:

@@ -1,0 +1,111 @@
+"""Workers vanish in the middle of a step, and the weights are those of an undisturbed run, bit for bit."""
+
+import threading
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from tests.harness import Outcome, difference, fit_swarm
+from tests.models import CASES, GPT
+
+CASE = CASES["gpt"]
+STEPS = 8
+
+
+def make() -> pl.LightningModule:
+    """With everything random, so that a repeated microbatch shows whether its masks were the same."""
+    return GPT(dropout=0.1, noise=0.1, tied=True, optimizer="adamw")
+
+
+def fit(callbacks: list[pl.Callback], workers: int, **swarm: Any) -> Outcome:
+    """Three stages; gradients in float64."""
+    options = {"workers": workers, "microbatches": 6, "reproducible": True, "snapshot_every_n_steps": 3, **swarm}
+    return fit_swarm(make, CASE.loader(STEPS), 3, swarm=options, callbacks=callbacks)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Outcome:
+    """The same run without failures, with one worker a stage."""
+    return fit([], workers=3)
+
+
+class Kill(pl.Callback):
+    """Closes the nodes of workers in the middle of a step, as soon as they have accumulated a microbatch of it.
+
+    Args:
+        kills: The stages whose first worker is to vanish, by step.
+        replace: Whether to start another worker each time, as the launcher does.
+    """
+
+    def __init__(self, kills: dict[int, list[int]], replace: bool) -> None:
+        self.kills, self.replace = kills, replace
+        self.killed = 0
+        self._threads: list[threading.Thread] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        while index == 1 and sum(w.ready for w in strategy._session.roster.workers.values()) < strategy.thread_workers:
+            strategy._peer.run(_moment())
+        for stage in self.kills.get(index, ()):
+            victim = strategy._session.roster.at_stage(stage)[0].peer
+            thread = threading.Thread(target=self._kill, args=(strategy, victim), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _kill(self, strategy: Any, victim: str) -> None:
+        session, local = strategy._session, strategy._local
+        step = session.step
+        while not session.pipeline.ledger.held_by(victim) and session.step == step:
+            threading.Event().wait(0.001)
+        local.kill(victim)
+        self.killed += 1
+        if self.replace:
+            local.start(100 + self.killed)
+
+
+async def _moment() -> None:
+    import asyncio
+
+    await asyncio.sleep(0.05)
+
+
+def _same(run: Outcome, undisturbed: Outcome) -> None:
+    assert difference(run.weights, undisturbed.weights) == 0.0
+    assert difference(run.optimizer, undisturbed.optimizer) == 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_of_two_workers_of_a_stage_vanishes(stage: int, undisturbed: Outcome) -> None:
+    kill = Kill({3: [stage]}, replace=False)
+    run = fit([kill], workers=6)
+    _same(run, undisturbed)
+    counters = run.trainer.strategy.report()["counters"]
+    assert kill.killed == 1 and counters["leaves"] >= 1 and "stages lost" not in counters
+
+
+def test_workers_of_two_stages_vanish_in_one_step_and_others_come(undisturbed: Outcome) -> None:
+    kill = Kill({2: [0, 2], 5: [1]}, replace=True)
+    run = fit([kill], workers=6)
+    _same(run, undisturbed)
+    assert kill.killed == 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_last_worker_of_a_stage_vanishes(stage: int, undisturbed: Outcome) -> None:
+    kill = Kill({4: [stage]}, replace=True)
+    run = fit([kill], workers=3)
+    _same(run, undisturbed)
+    counters = run.trainer.strategy.report()["counters"]
+    assert kill.killed == 1 and counters["stages lost"] >= 1 and counters["steps repeated"] >= 0
+
+
+def test_all_workers_of_the_swarm_vanish(undisturbed: Outcome) -> None:
+    kill = Kill({5: [0, 1, 2]}, replace=True)
+    _same(fit([kill], workers=3), undisturbed)
+    assert kill.killed == 3
