@@ -47,7 +47,7 @@ _FOLLOW_PARENT = (
     "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
 )
 _TAIL_LINES = 200
-EXIT_WAIT_S = 3.0
+EXIT_WAIT_S = 20.0  # on a busy machine the interpreter alone takes seconds to end
 _LOOK_EVERY_S = 0.2
 _MOST_FUTILE_STARTS = 3
 

@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 _SAVING_GATHER_S = 60.0
 _FAILED_GATHER_S = 10.0
 _INTERRUPTED_GATHER_S = 1.0
+_FAILED_EXIT_S = 3.0
 _PACKAGES = ("lightning_swarm", "torch", "lightning")
 _CONTEXTS = {
     "training_step": "train_step_context",
@@ -543,7 +544,7 @@ class SwarmStrategy(Strategy):
         if isinstance(peer, TrainerPeer):
             peer.end()
         if local is not None:
-            local.end(*([] if self._patience_s is None else [min(self._patience_s, launching.EXIT_WAIT_S)]))
+            local.end(launching.EXIT_WAIT_S if self._patience_s is None else min(self._patience_s, _FAILED_EXIT_S))
         peer.node.close()
 
     # A worker's session

@@ -1,4 +1,4 @@
-"""A checkpoint is a plain Lightning checkpoint, whoever wrote it, and the rest of a resumed run is what it would have been."""
+"""A checkpoint is a plain Lightning checkpoint, whoever wrote it; a resumed run goes on as if it had never stopped."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ EPOCHS = 3
 
 
 class Warm(Regressor):
-    """AdamW in two groups, so that the optimizer's order is not the module's, and a warm-up that outlasts the checkpoint."""
+    """AdamW in two groups, so that its order is not the module's, and a warm-up that outlasts the checkpoint."""
 
     def __init__(self, width: int = 16) -> None:
         layers: list[nn.Module] = [nn.Linear(12, width), nn.Tanh()]

@@ -1,4 +1,4 @@
-"""Bad input ends in one clear error that says what to do, and whatever ends a run leaves what it would leave in one process."""
+"""Bad input ends in one clear error that says what to do; whatever ends a run leaves what one process would leave."""
 
 import re
 import socket
@@ -67,7 +67,9 @@ def error_of_fit(
 
 def test_more_stages_than_the_model_can_have() -> None:
     message = error_of_fit(make(), ThreadSwarmStrategy(make, 9))
-    assert re.fullmatch(r"stages=9, but training_step can be cut into at most \d stages. Stages can begin at: (.*)\.", message)
+    assert re.fullmatch(
+        r"stages=9, but training_step can be cut into at most \d stages. Stages can begin at: (.*)\.", message
+    )
     assert message.endswith(": net.1, net.2, net.3, net.4, net.5, net.6.")
 
 
@@ -81,19 +83,20 @@ class Skips(Regressor):
     """The way down is needed on the way up, past the calls in between."""
 
     def __init__(self) -> None:
-        super().__init__(nn.ModuleDict({name: nn.Linear(12, 12) for name in ("down", "middle", "up")}))
+        super().__init__(nn.Module())
+        self.down, self.middle, self.up = (nn.Linear(12, 12) for _ in range(3))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        down = self.net["down"](batch[0])
-        up = self.net["middle"](down.relu()) + down
-        return self.net["up"](up).square().mean()
+        down = self.down(batch[0])
+        up = self.middle(down.relu()) + down
+        return self.up(up).square().mean()
 
 
 def test_a_cut_that_does_not_work_names_the_value_its_place_and_the_cuts_that_do() -> None:
     line = Skips.training_step.__code__.co_firstlineno + 1
-    assert error_of_fit(Skips(), ThreadSwarmStrategy(Skips, ["net.middle"])) == (
-        f'Stage 1 cannot begin at "net.middle": the value "down" made at test_errors.py:{line} does not pass through its call. '
-        "Stages can begin at: net.up."
+    assert error_of_fit(Skips(), ThreadSwarmStrategy(Skips, ["middle"])) == (
+        f'Stage 1 cannot begin at "middle": the value "down" made at test_errors.py:{line} does not pass through '
+        "its call. Stages can begin at: up."
     )
 
 
@@ -106,7 +109,7 @@ class Lonely(Regressor):
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch.view(1, 1)).square().mean()
 
 
@@ -114,8 +117,9 @@ def test_a_batch_without_a_batch_dimension() -> None:
     data = DataLoader(Rows(lambda index: torch.tensor(float(index)), 2), batch_size=None)
     message = error_of_fit(Lonely(), ThreadSwarmStrategy(Lonely, 2), data)
     assert message == (
-        "The batch (a Tensor) has no tensor with a batch dimension, so it cannot be cut into microbatches. Let the first "
-        "dimension of its tensors count the samples, or pass SwarmStrategy(microbatches=1) to send every batch as one piece."
+        "The batch (a Tensor) has no tensor with a batch dimension, so it cannot be cut into microbatches. Let the "
+        "first dimension of its tensors count the samples, or pass SwarmStrategy(microbatches=1) to send every batch "
+        "as one piece."
     )
     strategy = ThreadSwarmStrategy(Lonely, 2, microbatches=1)
     try:

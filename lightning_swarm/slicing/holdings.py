@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_swarm.slicing.blueprint import StagePlan
 from lightning_swarm.slicing.ghost import Entry, Ghosts, buffer_entries, is_ghost, parameter_entries, put, shield
 
+_LOOK_AT = 100  # items of a list; one of parameters begins with one, and a data set may be kept in a list too
 _LARGE = 1 << 20  # bytes; smaller buffers stay real where nobody needs them, larger ones become ghosts
 
 
@@ -53,7 +54,7 @@ def _renew_lists(module: nn.Module, renewed: dict[int, Tensor]) -> None:
     """Lists of parameters that modules keep beside their own, as recurrent layers do, would keep the old ones alive."""
     for part in module.modules():
         for value in part.__dict__.values():
-            if isinstance(value, list):
+            if isinstance(value, list) and any(isinstance(item, nn.Parameter) for item in value[:_LOOK_AT]):
                 value[:] = [renewed.get(id(item), item) for item in value]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_swarm.slicing._compat import DisableTorchFunction, FakeTensor, tree_flatten, tree_unflatten
 from lightning_swarm.slicing.ghost import Ghosts, is_ghost
 from lightning_swarm.slicing.rehearsal import GhostMode, Part
+from lightning_swarm.slicing.seeds import untouched_generators
 from lightning_swarm.slicing.signing import PLAIN, Kind, classify, keepable, sign, surroundings
 from lightning_swarm.slicing.watch import DataWatch
 
@@ -162,11 +163,14 @@ class MemoMode(GhostMode):
         return result
 
     def learn(self, run: Callable[[], Any]) -> tuple[Any, bool]:
-        """Runs a submodule's call; says whether its outcome may be remembered."""
+        """Runs a submodule's call; says whether its outcome may be remembered.
+
+        What it draws at random is taken back: another worker, or this one the next time, will not draw it.
+        """
         outer, watch = self.recorder, DataWatch()
         self.recorder, self.learning = watch, True
         try:
-            with watch:
+            with watch, untouched_generators():
                 result = run()
         finally:
             self.recorder, self.learning = outer, False

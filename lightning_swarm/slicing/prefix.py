@@ -105,6 +105,7 @@ class Prefix:
         self._mode.end()
         self._changes.revert()
         self._changes = Changes()
+        self._before = Attributes()
         with torch.no_grad():
             for tensor, before, version in reversed(self._journal):
                 if tensor._version == version:

@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from lightning_swarm.slicing._compat import quiet_fake_tensors, tree_flatten, tree_map
 from lightning_swarm.slicing.ghost import Ghosts, buffer_entries, is_ghost, parameter_entries, put, stand_in
+from lightning_swarm.slicing.seeds import untouched_generators
 from lightning_swarm.slicing.splice import flatten
 from lightning_swarm.slicing.undo import Attributes
 
@@ -186,7 +187,7 @@ class GhostMode(TorchFunctionMode):
         attributes = Attributes(module.modules())
         self.asleep = True
         try:
-            with torch.no_grad(), torch.random.fork_rng():
+            with torch.no_grad(), untouched_generators():
                 for entry in parameters.values():
                     zeros = nn.Parameter(self._zeros(entry.tensor), requires_grad=False)
                     self.recorder.alias(zeros, entry.tensor)

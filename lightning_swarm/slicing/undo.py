@@ -22,6 +22,11 @@ _TABLES = ("_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque)
 _SIMPLE = frozenset({int, float, bool, str, type(None), Tensor})
 _DEPTH = 3
+_LARGE = 1000  # of a list that is longer, an epoch's outputs or a data set, only the length is remembered
+
+
+class _Length(int):
+    """What is remembered of a long list: that it had this many items. Code appends to such lists, if anything."""
 
 
 class Attributes:
@@ -79,6 +84,8 @@ class Attributes:
         if id(value) in self._containers or not depth:
             return
         self._containers[id(value)] = (value, _copy(value))
+        if len(value) > _LARGE:
+            return
         for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, _CONTAINERS):
                 self._remember(item, depth - 1)
@@ -119,6 +126,8 @@ class Changes:
         for live, before, after in self._containers:
             if _same(live, after):
                 _fill(live, before)
+            elif isinstance(before, _Length) or isinstance(after, _Length):
+                _remove(live, _count(before), _count(after))
             elif isinstance(live, (list, deque)):
                 items = list(live)
                 if _same(items[: len(after)], list(after)):
@@ -139,10 +148,15 @@ def _set(table: dict[Any, Any], name: Any, value: Any) -> None:
 
 
 def _copy(value: Any) -> Any:
+    if len(value) > _LARGE:
+        return _Length(len(value))
     return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
 
 
 def _fill(live: Any, content: Any) -> None:
+    if isinstance(content, _Length):
+        _remove(live, content, len(live))
+        return
     live.clear()
     if isinstance(live, (list, deque)):
         live.extend(content)
@@ -150,7 +164,25 @@ def _fill(live: Any, content: Any) -> None:
         live.update(content)
 
 
+def _count(content: Any) -> int:
+    return int(content) if isinstance(content, _Length) else len(content)
+
+
+def _remove(live: Any, begin: int, end: int) -> None:
+    if isinstance(live, list):
+        del live[begin:end]
+    elif isinstance(live, deque):
+        kept = [*list(live)[:begin], *list(live)[end:]]
+        live.clear()
+        live.extend(kept)
+    elif isinstance(live, dict):
+        for name in list(live)[begin:end]:
+            del live[name]
+
+
 def _same(live: Any, before: Any) -> bool:
+    if isinstance(before, _Length):
+        return len(live) == before
     if len(live) != len(before):
         return False
     if isinstance(live, dict):

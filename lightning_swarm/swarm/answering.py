@@ -256,14 +256,10 @@ class Answerer:
         for stream in list(self.streams):
             stream.check_progress()
 
-    async def close(self) -> None:
-        """Stops listening, ends every stream and cancels the handlers."""
+    def close(self) -> None:
+        """Stops listening and ends every stream, which cancels the handlers."""
         for server in self._servers:
             forget(server)
             server.close()
-        tasks = [stream._task for stream in self.streams if stream._task is not None]
         for stream in list(self.streams):
             stream.abort()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

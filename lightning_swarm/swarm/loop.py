@@ -16,6 +16,7 @@ from lightning_swarm.swarm.errors import DeadlineExceeded, NodeClosed
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_CANCEL_S = 2.0
 
 
 class LoopThread:
@@ -131,8 +132,11 @@ class LoopThread:
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancels tasks and waits until they have ended."""
+    """Cancels tasks and waits until they have ended, though not for ever: one may not listen."""
     pending = [task for task in tasks if task is not asyncio.current_task()]
     for task in pending:
         task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
+    if pending:
+        _, deaf = await asyncio.wait(pending, timeout=_CANCEL_S)
+        for task in deaf:
+            _log.warning("A task does not end although it was cancelled: %r", task)

@@ -192,7 +192,7 @@ class Node:
             stack.callback(codecs.shutdown, wait=False)
             self._context = Context(self.run_id, self.peer_id, self._secret, daemon.control_path, self._limits, codecs)
             self._answerer, self._caller = Answerer(self._context), Caller(self._context, self._shortcuts)
-            stack.push_async_callback(self._answerer.close)
+            stack.callback(self._answerer.close)
             stack.callback(self._caller.close)
             await self._answerer.start(daemon.calls_path, daemon.shortcut_path if self._shortcuts else None)
             live = await connect_initial(p2p, initial, until - time.monotonic())

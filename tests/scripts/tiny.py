@@ -67,7 +67,12 @@ def data() -> DataLoader[Any]:
 
 def make_trainer(strategy: Any, **more: Any) -> pl.Trainer:
     """Quiet and quick."""
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0, "max_epochs": 1}
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
     options.update(enable_progress_bar=False, enable_model_summary=False, **more)
     return pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, **options)
 
@@ -99,7 +104,8 @@ def all_calls(strategy: Any = "swarm") -> list[Any]:
         print("result", json.dumps(results[-1]), flush=True)
     results.append(trainer.test(module, data(), ckpt_path="best")[0]["loss"])
     print("result", json.dumps(results[-1]), flush=True)
-    results.append([row.tolist() for row in trainer.predict(module, data()) or []])
+    predictions: Any = trainer.predict(module, data())
+    results.append([row.tolist() for row in predictions])
     print("predictions", json.dumps(results[-1]), flush=True)
     if isinstance(trainer.strategy, SwarmStrategy) and trainer.strategy._local is not None:
         workers = [worker.process for worker in trainer.strategy._local._workers]

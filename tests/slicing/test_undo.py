@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
 import torch
 from torch import nn
 
@@ -78,3 +79,20 @@ def test_parameters_submodules_and_hooks_are_not_touched() -> None:
     before = Attributes([module])
     module.register_forward_hook(lambda *args: None)
     assert not before.changed()
+
+
+@pytest.mark.parametrize("items", [998, 1000, 5000])
+def test_long_lists_are_cut_back_to_their_length(items: int) -> None:
+    module = Keeper()
+    module.seen = list(range(items))
+    before = Attributes([module])
+    module.seen += ["prefix"] * 3
+    changes = before.changes()
+    module.seen.append("own")
+    changes.revert()
+    assert module.seen == [*range(items), "own"]
+    before = Attributes([module])
+    module.seen.append("more")
+    assert before.changed()
+    before.restore()
+    assert module.seen == [*range(items), "own"]

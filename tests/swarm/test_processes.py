@@ -23,7 +23,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[PeerProcess]:
 def end_input(peer: PeerProcess) -> None:
     assert peer.process.stdin is not None
     peer.process.stdin.close()
-    assert peer.process.wait(20) == 0
+    assert peer.process.wait(120) == 0
 
 
 @pytest.mark.parametrize("peer", [{"run_id": "abandon"}], indirect=True)
