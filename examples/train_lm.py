@@ -99,7 +99,7 @@ class GPT(LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=4, help="0 trains in this one process, without the swarm")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args()
 
     seed_everything(0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
+from lightning_swarm.slicing.batches import leaves_of
 from lightning_swarm.slicing.plan import StepSignature
 from lightning_swarm.swarm.calls import Context, Task
 from lightning_swarm.swarm.tree import encode_tree
@@ -58,7 +58,7 @@ class Flight:
         self.hops = [None] * stages
         self.rerouted = [asyncio.Event() for _ in range(stages)]
         self.effects = [{} for _ in range(stages)]
-        self._leaves = tree_flatten(self.microbatch.batch)[0]
+        self._leaves = leaves_of(self.microbatch.batch)
 
     def done(self, stage: int) -> bool:
         """Whether the stage has accumulated (or evaluated) this microbatch."""

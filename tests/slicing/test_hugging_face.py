@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_swarm.slicing.plan import make_signature
+
 from .harness import compare
 
 transformers = pytest.importorskip("transformers")
@@ -179,3 +181,46 @@ def test_bart(stages: int) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_resnet(stages: int) -> None:
     compare(resnet().train(), image_batch(), stages)
+
+
+def mixtral() -> Wrapped:
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    return Wrapped(transformers.MixtralForCausalLM(config))
+
+
+def test_a_mixture_of_experts() -> None:
+    outcome = compare(mixtral().train(), text_batch, 3, tolerance=1e-6)
+    assert all(stage.parameters for stage in outcome.plan.stages)
+
+
+def test_llama_with_gradient_checkpointing() -> None:
+    module = llama(use_cache=False).train()
+    module.model.gradient_checkpointing_enable()
+    compare(module, text_batch, ["model.model.layers.1", "model.model.layers.3"])
+
+
+def test_a_step_that_returns_the_models_whole_output() -> None:
+    class Returns(Wrapped):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            return self.model(**batch)
+
+        validation_step = training_step
+
+    module = Returns(llama(use_cache=False).model).train()
+    outcome = compare(module, text_batch, ["model.model.layers.2"])
+    assert type(outcome.result.logits) is Tensor
+    signature = make_signature(module, text_batch(), outcome.plan, "validation_step")
+    batch = text_batch()
+    for stage in outcome.pipeline.stages:
+        stage.module.eval()
+    with torch.no_grad():
+        result = outcome.pipeline.step(batch, "validation_step", signature)
+        assert torch.equal(result.logits, module.eval().model(**batch).logits)
