@@ -4,7 +4,7 @@ Throughput in the steady state as % of the max-flow bound (networkx) of the same
 from 4 to 32 stages, over the latencies of a measured matrix of regions. The wiring learns speeds and latencies as the
 real trainer does; how many microbatches are in flight follows from them.
 
-    python benchmarks/simulate_routing.py [--traces DIR] [--noise 0] [--slack 4] [--quick] [--plots DIR] [--json FILE]
+    python benchmarks/simulate_routing.py [--traces DIR] [--noise 0] [--slack 5] [--quick] [--plots DIR] [--json FILE]
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     default = Path(__file__).resolve().parents[2] / "shared" / "traces"
     parser.add_argument("--traces", type=Path, default=default, metavar="DIR", help="default: ../shared/traces")
     parser.add_argument("--noise", type=float, default=0.0, help="deviation of the logarithm of a pass's seconds")
-    parser.add_argument("--slack", type=float, default=4.0, help="microbatches in flight over what is in service")
+    parser.add_argument("--slack", type=float, default=5.0, help="microbatches in flight over what is in service")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="up to 64 workers and 8 stages")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the plot there")

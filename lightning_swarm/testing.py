@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_swarm.launcher import WorkerDied
 from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.worker.executor import PROCESS_GENERATORS
 
 
 class _ThreadWorkers:
@@ -39,7 +40,8 @@ class _ThreadWorkers:
 
     def _work(self, index: int, make_module: Callable[[], LightningModule], options: dict[str, Any]) -> None:
         try:
-            module = make_module()
+            with PROCESS_GENERATORS:  # It draws its weights while other workers may be in a step of theirs.
+                module = make_module()
             strategy = SwarmStrategy(
                 role="worker", initial_peers=self._node.maddrs, run_id=self._node.run_id, **options
             )

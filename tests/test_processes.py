@@ -1,5 +1,6 @@
 """Real processes: how they start, speak and end, and that nothing of them is left however they do."""
 
+import contextlib
 import json
 import os
 import re
@@ -81,32 +82,41 @@ class Run:
 
     def left(self) -> list[str]:
         """Processes, sockets and files of it that exist now, itself excepted while it runs."""
-        mark = str(self.directory).encode()
         # torch keeps a directory for its compiler's cache, for all of the user's processes.
         found = [str(path) for path in self.directory.iterdir() if not path.name.startswith("torchinductor")]
         found += [line for line in Path("/proc/net/unix").read_text().splitlines() if str(self.directory) in line]
+        return found + [f"process {pid}: {command}" for pid, command in self.processes().items()]
+
+    def processes(self) -> dict[int, str]:
+        """Those among them."""
+        mark = str(self.directory).encode()
+        found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.process.pid:
-                try:
+                with contextlib.suppress(OSError):  # it has just ended
                     command = (entry / "cmdline").read_bytes()
                     if mark in command or mark in (entry / "environ").read_bytes():
-                        found.append(f"{entry.name}: {command.decode(errors='replace')}")
-                except OSError:
-                    continue
+                        found[int(entry.name)] = command.decode(errors="replace")
         return found
 
     def assert_nothing_left(self) -> None:
         """Within the promised time."""
         until = time.monotonic() + GONE_WITHIN_S
-        while (left := self.left()) and time.monotonic() < until:
+        while self.left() and time.monotonic() < until:
             time.sleep(0.02)
-        assert left == [], self.output
+        if left := self.left():
+            self.close()
+            self.ended()
+            raise AssertionError("\n".join([*left, "is left of", self.output]))
 
     def close(self) -> None:
-        """Ends it, whatever it does."""
+        """Ends it and what it has left, whatever they do."""
         self.disarm()
         self.process.kill()
         self.process.wait()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 Start = Callable[..., Run]

@@ -113,7 +113,7 @@ class StochasticWiring:
         *,
         edge_cost: EdgeCost | None = None,
         smoothing: float = 0.2,
-        lookahead: int = 6,
+        lookahead: int = 10,
         unproven_limit: int = 2,
     ) -> None:
         if stages < 1 or lookahead < 1 or unproven_limit < 1:

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     routing.add_argument("--speeds", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0])
     routing.add_argument("--forward", type=float, default=0.1, metavar="S", help="seconds of a forward pass at speed 1")
     routing.add_argument("--noise", type=float, default=0.0, help="deviation of the logarithm of a pass's seconds")
-    routing.add_argument("--slack", type=float, default=4.0, help="microbatches in flight over what is in service")
+    routing.add_argument("--slack", type=float, default=5.0, help="microbatches in flight over what is in service")
     routing.add_argument(
         "--network", metavar="FILE", help="columns region_a, region_b, latency_ms, bandwidth_Mbit_per_s"
     )

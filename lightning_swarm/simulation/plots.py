@@ -62,7 +62,7 @@ def plot_bars(
     low = min(min(values) for values in series.values())
     axes.set(ylabel=ylabel, title=title, ylim=(max(0.0, 10 * (low // 10)), None))
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(loc="lower left", fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
     _save(figure, path)
 
 

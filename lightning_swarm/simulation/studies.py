@@ -151,8 +151,8 @@ def routing_cell(
     network: Network,
     *,
     seed: int = 0,
-    warm_up: int = 8,
-    cycles: int = 4,
+    warm_up: int = 10,
+    cycles: int = 3,
 ) -> RoutingCell:
     """Simulate until the start is forgotten, then measure.
 

@@ -10,7 +10,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class StepEnd:
         for attempt in range(_MOST_ATTEMPTS):
             await self._pipeline.repair()
             async with boundary:
+                if not self._pipeline.complete:
+                    continue  # Somebody left while we waited for the boundary.
                 if await self._try(step, attempt, hyperparameters, clipping):
                     self._pipeline.forget()
                     committed()
@@ -91,14 +93,17 @@ class StepEnd:
             *(self._reduce_one(worker, step, attempt, groups) for worker in workers), return_exceptions=True
         )
         good: dict[str, ReduceReply] = {}
+        bad: dict[str, SwarmError] = {}
         for worker, reply in zip(workers, replies):
             if isinstance(reply, ReduceReply):
                 good[worker.peer] = reply
             elif not isinstance(reply, SwarmError) or isinstance(reply, (RemoteError, CallerError, NodeClosed)):
                 raise reply
             else:
-                self._blame(worker, reply)
-        if len(good) < len(workers):
+                bad[worker.peer] = reply
+        if bad:
+            for peer, error in _culprits(bad, {worker.peer for worker in workers}).items():
+                self._blame(peer, error)
             return False
         squared = {name: value for reply in good.values() for name, value in reply.squared_norms.items()}
         norm = math.sqrt(sum(squared.values()))
@@ -126,9 +131,7 @@ class StepEnd:
         header, _ = await self._node.call(worker.peer, "reduce", request.to_dict(), deadline_s=2 * _REDUCE_DEADLINE_S)
         return ReduceReply.from_dict(header)
 
-    def _blame(self, worker: Worker, error: SwarmError) -> None:
-        culprit = error.peer if isinstance(error, SourceFailed) and error.peer in self._roster.workers else worker.peer
-        assert culprit is not None
+    def _blame(self, culprit: str, error: SwarmError) -> None:
         known = self._roster.workers.get(culprit)
         if known is None:
             return
@@ -191,3 +194,19 @@ class StepEnd:
                 self._roster.remove(worker.peer)
 
         await asyncio.gather(*(commit(worker) for worker in workers))
+
+
+def _culprits(errors: dict[str, SwarmError], members: Collection[str]) -> dict[str, SwarmError]:
+    """Those who made a reduction fail, out of what the members say.
+
+    Whoever did not answer the trainer, or could not take part, is to blame, and complaints about others follow from
+    that. If all answer and complain, the one that most complain about goes.
+    """
+    direct = {peer: error for peer, error in errors.items() if not isinstance(error, SourceFailed)}
+    if direct:
+        return direct
+    accused: dict[str, list[SwarmError]] = {}
+    for peer, error in errors.items():
+        accused.setdefault(error.peer if error.peer in members else peer, []).append(error)  # type: ignore[arg-type]
+    culprit = max(sorted(accused), key=lambda peer: len(accused[peer]))
+    return {culprit: accused[culprit][0]}

@@ -43,6 +43,10 @@ class Ledger:
         """What ``worker`` has accumulated."""
         return frozenset(microbatch for (microbatch, _), holder in self._holders.items() if holder == worker)
 
+    def holders(self) -> set[str]:
+        """Everybody who has accumulated something."""
+        return set(self._holders.values())
+
     def contributors(self) -> dict[int, set[str]]:
         """By stage, the workers that have accumulated something."""
         by_stage: dict[int, set[str]] = defaultdict(set)

@@ -124,9 +124,16 @@ class Pipeline:
         """One stage of one microbatch, until a worker has done it."""
         for attempt in range(_MOST_ATTEMPTS):
             worker = flight.route[stage]
+            membership = self._roster.workers.get(worker)
+            if membership is None:
+                await self._reroute(flight, stage, excluding=worker)
+                continue
             flight.rerouted[stage].clear()
             try:
                 header, tensors = await self._process(flight, stage, worker)
+                if self._roster.workers.get(worker) is not membership:
+                    # Given up while its answer was on its way: what it holds is in nobody's sum.
+                    raise _Rerouted
             except _Rerouted:
                 continue
             except SourceFailed as error:
@@ -227,29 +234,28 @@ class Pipeline:
         self._roster.remove(worker)
         lost = self.ledger.lose(worker)
         for microbatch, stage in lost:
-            flight = self._flying.get(microbatch)
-            if flight is not None and flight.route[stage] == worker:
-                flight.hops[stage] = asyncio.create_task(
-                    self._replace(flight, stage, worker), name=f"{flight.name} again at stage {stage}"
-                )
+            if microbatch in self._flying:
+                self._drive(self._flying[microbatch], stage)
+        for flight in self._flying.values():
+            for stage, chosen in enumerate(flight.route):
+                if chosen == worker and not flight.done(stage):
+                    flight.rerouted[stage].set()
         if lost:
             self._roster.counters["lost microbatches"] += len(lost)
-
-    async def _replace(self, flight: Flight, stage: int, worker: str) -> None:
-        await self._reroute(flight, stage, excluding=worker)
-        await self._hop(flight, stage)
 
     async def repair(self) -> None:
         """Wait until every microbatch of the step is accumulated again at every stage."""
         await _all_or_first_error([asyncio.create_task(self._settle(f)) for f in self._flying.values()])
 
-    def microbatches(self) -> list[str]:
-        """Those of the current step."""
-        return [name for name, flight in self._flying.items() if flight.job.training]
+    @property
+    def complete(self) -> bool:
+        """Whether every microbatch of the step is accumulated at every stage, by somebody who takes part still."""
+        return not self.ledger.missing(self._flying) and self.ledger.holders() <= self._roster.workers.keys()
 
     def forget(self) -> None:
         """The step is committed."""
-        self._flying.clear()
+        for flight in list(self._flying.values()):
+            self._abandon(flight)
         self.ledger.clear()
 
 

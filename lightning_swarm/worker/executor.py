@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 # torch's, random's and NumPy's generators are one per process and re-seeded for every microbatch: when several workers
 # share a process, their computations must not interleave.
-_PROCESS_GENERATORS = threading.Lock()
+PROCESS_GENERATORS = threading.Lock()
 
 
 class Priority(IntEnum):
@@ -89,7 +89,7 @@ class Executor:
                 priority, _, _, function, loop, future = heapq.heappop(self._queue)
             if future.cancelled():
                 continue
-            with _PROCESS_GENERATORS:
+            with PROCESS_GENERATORS:
                 self._started_s = started = time.perf_counter()
                 try:
                     result, error = function(), None

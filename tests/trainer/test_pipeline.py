@@ -1,0 +1,166 @@
+"""The pipeline's repairs, with the answers of the workers let go one by one."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_swarm.swarm.calls import Context
+from lightning_swarm.swarm.errors import PeerUnreachable
+from lightning_swarm.swarm.tree import encode_tree
+from lightning_swarm.trainer.flight import Flight, Job
+from lightning_swarm.trainer.microbatches import Microbatch
+from lightning_swarm.trainer.pipeline import Pipeline
+from lightning_swarm.trainer.roster import Roster
+
+ANSWER = ({"effects": encode_tree({})[0], "compute_s": 0.01}, [])
+
+
+class Wire:
+    """Stands for the trainer's node: every ``process`` waits until the test answers it."""
+
+    def __init__(self) -> None:
+        self.pending: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        self.sent: Counter[tuple[str, str]] = Counter()
+
+    async def call(self, peer: str, name: str, header: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        if name == "probe":
+            return {"computing_s": 0.0}, []
+        key = peer, header["microbatch"]
+        self.sent[key] += 1
+        self.pending[key] = asyncio.get_running_loop().create_future()
+        return await self.pending[key]
+
+    async def asked(self, *keys: tuple[str, str]) -> None:
+        """Until all of these wait for their answers."""
+        for key in keys:
+            while key not in self.pending or self.pending[key].done():
+                await self._moment()
+
+    async def _moment(self) -> None:
+        await asyncio.sleep(0)
+
+    def answer(self, peer: str, microbatch: str = "0:0") -> None:
+        self.pending[peer, microbatch].set_result(ANSWER)
+
+
+class Swarm:
+    """Two stages with the given workers, and one microbatch on its way."""
+
+    def __init__(self, *workers: tuple[str, int]) -> None:
+        self.wire = Wire()
+        self.roster = Roster(2, Counter(), 10.0, check=lambda: None, replaceable=lambda: False)
+        for peer, stage in workers:
+            self.join(peer, stage)
+        self.pipeline = Pipeline(self.wire, self.roster, in_flight=4)  # type: ignore[arg-type]
+
+    def join(self, peer: str, stage: int) -> None:
+        self.roster.join(peer, "cpu", -1, stage)
+        self.roster.admit(peer)
+
+    def flights(self, count: int) -> list[Flight]:
+        job = Job(
+            session=0,
+            plan_version=1,
+            step=0,
+            kind="training_step",
+            signature=SimpleNamespace(batch_leaves=((0,), ())),  # type: ignore[arg-type]
+            signature_is_planned=True,
+            step_args=(0,),
+            context=Context(0, 0, "train", (), {}),
+        )
+        return [
+            Flight(job, f"0:{order}", order, 0, Microbatch(torch.ones(1), 1, 1.0), seed=order, scale=1.0)
+            for order in range(count)
+        ]
+
+
+def drive(scenario: Callable[[Swarm], Awaitable[None]], workers: Sequence[tuple[str, int]]) -> None:
+    async def run() -> None:
+        await asyncio.wait_for(scenario(Swarm(*workers)), 20)
+
+    asyncio.run(run())
+
+
+def test_the_answer_of_a_worker_that_was_given_up_meanwhile_does_not_count() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("b", "0:0"))
+        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
+        other = {"a1": "a2", "a2": "a1"}[first]
+        swarm.wire.answer("b")
+        # The answer is there, but whoever waits for it has not run yet.
+        swarm.wire.answer(first)
+        await asyncio.sleep(0)
+        swarm.pipeline.lose(first)
+        await swarm.wire.asked((other, "0:0"))
+        assert not swarm.pipeline.complete
+        swarm.wire.answer(other)
+        await running
+        assert swarm.pipeline.complete
+        assert swarm.pipeline.ledger.holders() == {other, "b"}
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_a_worker_that_comes_back_under_its_name_does_its_microbatches_again() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("a", "0:0"), ("b", "0:0"))
+        swarm.wire.answer("b")
+        swarm.wire.answer("a")
+        await asyncio.sleep(0)
+        swarm.pipeline.lose("a")
+        swarm.join("a", 0)
+        await swarm.wire.asked(("a", "0:0"))
+        assert swarm.wire.sent["a", "0:0"] == 2
+        swarm.wire.answer("a")
+        await running
+
+    drive(scenario, [("a", 0), ("b", 1)])
+
+
+def test_what_a_worker_computes_is_asked_of_another_as_soon_as_it_is_given_up() -> None:
+    """For whatever reason, and without waiting for its own failure to be noticed."""
+
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(4)))
+        await swarm.wire.asked(*(("b", f"0:{order}") for order in range(4)))
+        of_first = [microbatch for peer, microbatch in swarm.wire.pending if peer == "a1"]
+        assert len(of_first) == 2
+        swarm.wire.pending["a1", of_first[0]].set_exception(PeerUnreachable("gone", "a1"))
+        await swarm.wire.asked(*(("a2", microbatch) for microbatch in of_first))
+        for _, future in swarm.wire.pending.items():
+            if not future.done():
+                future.set_result(ANSWER)
+        while not running.done():
+            await asyncio.sleep(0)
+            for key, future in swarm.wire.pending.items():
+                if not future.done() and key[0] != "a1":
+                    future.set_result(ANSWER)
+        await running
+        assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {"a2", "b"}
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_after_a_commit_nothing_of_the_step_is_under_way() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("b", "0:0"))
+        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
+        swarm.wire.answer("b")
+        swarm.wire.answer(first)
+        await running
+        # It leaves while the others commit: its part is in the sum, and must not be asked of anybody again.
+        swarm.pipeline.lose(first)
+        swarm.pipeline.forget()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        other = {"a1": "a2", "a2": "a1"}[first]
+        assert swarm.wire.sent[other, "0:0"] == 0 or swarm.wire.pending[other, "0:0"].cancelled()
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
