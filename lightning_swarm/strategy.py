@@ -208,6 +208,7 @@ class SwarmStrategy(Strategy):
         self._session: Session | None = None
         self._attributes: dict[str, Any] = {}
         self._clamped = False
+        self._step_ends = False
         self._failed = False
         self._patience_s: float | None = None
         self._stage_of_worker: dict[int, int] = {}
@@ -627,7 +628,7 @@ class SwarmStrategy(Strategy):
         )
         scale = 1.0 / trainer.accumulate_grad_batches
         try:
-            effects = self._peer.run(self._session.run(kind, microbatches, step_args, context, scale))
+            effects = self._peer.run(self._session.run(kind, microbatches, step_args, context, scale, self._step_ends))
         except RemoteError as error:
             raise as_raised(error, self._stage_of(error.peer)) from error
         replay(module, effects, microbatches)
@@ -696,7 +697,11 @@ class SwarmStrategy(Strategy):
         """Reduce and commit, with what the trainer's optimizer and schedulers say now."""
         assert self.lightning_module is not None and self._session is not None and isinstance(self._peer, TrainerPeer)
         self._clipping.clipping = Clipping()
-        result = closure_with_hooks(self.precision_plugin, self.lightning_module, optimizer, closure)
+        self._step_ends = True
+        try:
+            result = closure_with_hooks(self.precision_plugin, self.lightning_module, optimizer, closure)
+        finally:
+            self._step_ends = False
         hyperparameters = [
             {name: _plain(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups

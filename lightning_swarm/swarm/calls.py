@@ -174,7 +174,8 @@ class CommitRequest(Message):
 
     session: int
     step: int
-    attempt: int
+    attempts: dict[str, int]
+    """By group, the attempt whose sum counts."""
     hyperparameters: tuple[Any, ...]
     """Of every parameter group of the optimizer, without its parameters (``swarm/tree.py``, no tensors)."""
     scale: float

@@ -2,22 +2,34 @@
 
 1. *Reduce*: every worker gets the microbatches that the ledger gives it, agrees or is given up, and sums its
    gradients with the group. If anyone fails, what it held is repeated by others and the reduction starts again under
-   the next attempt number. Nothing is applied meanwhile.
+   the next attempt number. Nothing is applied meanwhile. Stages whose microbatches are all accumulated begin while the
+   stages in front of them are in their backward passes still; what they have summed counts as long as nobody of the
+   group comes, goes or gets another microbatch.
 2. *Commit*: the global norm is known now; every worker applies the same sum with the same hyperparameters and scale.
    A worker that misses the commit is stale and is given up.
+
+Nobody waits for a worker that is silent because it hangs: while calls are out, the silent ones are asked what they do.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_swarm.policies.banning import Cause
 from lightning_swarm.slicing.plan import Plan
 from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, ReduceReply, ReduceRequest
-from lightning_swarm.swarm.errors import CallerError, NodeClosed, RemoteError, SourceFailed, SwarmError
+from lightning_swarm.swarm.errors import (
+    CallerError,
+    DeadlineExceeded,
+    NodeClosed,
+    RemoteError,
+    SourceFailed,
+    SwarmError,
+)
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.tree import encode_tree
 from lightning_swarm.trainer.pipeline import Pipeline
@@ -25,7 +37,9 @@ from lightning_swarm.trainer.roster import Roster, Worker
 
 log = logging.getLogger(__name__)
 
-_REDUCE_DEADLINE_S = 120.0
+_CALL_DEADLINE_S = 3600.0
+_ASK_AFTER_S = 2.0
+_PROBE_DEADLINE_S = 5.0
 _MOST_ATTEMPTS = 20
 
 
@@ -35,6 +49,30 @@ class Clipping:
 
     norm: float | None = None
     value: float | None = None
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """A group whose members hold the sum of exactly these microbatches."""
+
+    group: Group
+    held: dict[str, frozenset[str]]
+    """By member."""
+    attempt: int
+    squared_norm: float
+    absent: frozenset[str]
+    """Parameters for which no member has a gradient."""
+
+
+@dataclass
+class _Step:
+    """What has been reduced of the step under way."""
+
+    number: int
+    attempts: int = 0
+    reduced: dict[str, _Reduced] = field(default_factory=dict)
+    """By group."""
+    early: set[asyncio.Task[bool]] = field(default_factory=set)
 
 
 class StepEnd:
@@ -54,6 +92,23 @@ class StepEnd:
         self._pipeline = pipeline
         self._plan = plan
         self._session = session
+        self._step = _Step(-1)
+
+    def overlap(self, step: int, stages: Collection[int]) -> None:
+        """Begin with the gradients of these stages, which have accumulated all of the step's microbatches."""
+        if self._step.number != step:
+            self._step = _Step(step)
+        groups = [group for group in self._open_groups() if self._stages_of(group) <= set(stages)]
+        busy = {name for task in self._step.early if not task.done() for name in task.get_name().split()}
+        groups = [group for group in groups if group.name not in busy]
+        if groups:
+            names = " ".join(group.name for group in groups)
+            self._step.early.add(asyncio.create_task(self._reduce(step, groups), name=names))
+
+    def close(self) -> None:
+        """Let go of what is under way."""
+        for task in self._step.early:
+            task.cancel()
 
     async def finish(
         self,
@@ -75,70 +130,162 @@ class StepEnd:
         Raises:
             SwarmError: The reduction failed again and again.
         """
-        for attempt in range(_MOST_ATTEMPTS):
+        if self._step.number != step:
+            self._step = _Step(step)
+        for early in list(self._step.early):
+            await early
+        for _ in range(_MOST_ATTEMPTS):
             await self._pipeline.repair()
             async with boundary:
-                if not self._pipeline.complete:
-                    continue  # Somebody left while we waited for the boundary.
-                if await self._try(step, attempt, hyperparameters, clipping):
+                # Else somebody left while we waited for the boundary.
+                if self._pipeline.complete and await self._reduce(step, self._open_groups()):
+                    await self._commit(step, hyperparameters, clipping)
                     self._pipeline.forget()
                     committed()
                     return
         raise SwarmError(f"Step {step} could not be reduced in {_MOST_ATTEMPTS} attempts.")
 
-    async def _try(self, step: int, attempt: int, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> bool:
-        workers = list(self._roster.workers.values())
-        groups = self._groups(workers)
-        replies = await asyncio.gather(
-            *(self._reduce_one(worker, step, attempt, groups) for worker in workers), return_exceptions=True
-        )
-        good: dict[str, ReduceReply] = {}
-        bad: dict[str, SwarmError] = {}
-        for worker, reply in zip(workers, replies):
-            if isinstance(reply, ReduceReply):
-                good[worker.peer] = reply
-            elif not isinstance(reply, SwarmError) or isinstance(reply, (RemoteError, CallerError, NodeClosed)):
-                raise reply
-            else:
-                bad[worker.peer] = reply
-        if bad:
-            for peer, error in _culprits(bad, {worker.peer for worker in workers}).items():
-                self._blame(peer, error)
+    def _open_groups(self) -> list[Group]:
+        """The groups of now that have not summed what their members hold now."""
+        groups = self._groups(list(self._roster.workers.values()))
+        current = {group.name: group for group in groups}
+        self._step.reduced = {
+            name: reduced
+            for name, reduced in self._step.reduced.items()
+            if current.get(name) == reduced.group and self._held(reduced.group) == reduced.held
+        }
+        return [group for group in groups if group.name not in self._step.reduced]
+
+    def _held(self, group: Group) -> dict[str, frozenset[str]]:
+        return {member.peer: self._pipeline.ledger.held_by(member.peer) for member in group.members}
+
+    async def _reduce(self, step: int, groups: list[Group]) -> bool:
+        """Sum the gradients of these groups.
+
+        Returns:
+            Whether all members did; otherwise those to blame are out.
+        """
+        attempt = self._step.attempts
+        self._step.attempts += 1
+        held = {group.name: self._held(group) for group in groups}
+        members = {member.peer for group in groups for member in group.members}
+        workers = [worker for peer, worker in self._roster.workers.items() if peer in members]
+
+        async def reduce(worker: Worker) -> ReduceReply:
+            mine = tuple(group for group in groups if any(member.peer == worker.peer for member in group.members))
+            expected = tuple(sorted(held[mine[0].name][worker.peer]))
+            request = ReduceRequest(self._session, step, attempt, mine, expected, _CALL_DEADLINE_S / 2)
+            header, _ = await self._node.call(worker.peer, "reduce", request.to_dict(), deadline_s=_CALL_DEADLINE_S)
+            return ReduceReply.from_dict(header)
+
+        replies, errors = await self._call_all(workers, reduce, "reduce")
+        if errors:
+            for peer, error in _culprits(errors, members).items():
+                self._give_up(peer, "reduce", error)
+        if len(replies) < len(members):
             return False
-        squared = {name: value for reply in good.values() for name, value in reply.squared_norms.items()}
-        norm = math.sqrt(sum(squared.values()))
+        for group in groups:
+            of_group = [replies[member.peer] for member in group.members]
+            self._step.reduced[group.name] = _Reduced(
+                group,
+                held[group.name],
+                attempt,
+                of_group[0].squared_norms[group.name],
+                frozenset(name for name in group.parameters if all(name in reply.absent for reply in of_group)),
+            )
+        return True
+
+    async def _call_all(
+        self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[Any]], what: str
+    ) -> tuple[dict[str, Any], dict[str, SwarmError]]:
+        """Call all workers, and ask the silent ones what they do.
+
+        In a reduction the others are not waited for when one has failed, as they cannot do without it.
+
+        Returns:
+            Replies and errors, by worker.
+
+        Raises:
+            RemoteError: A worker's code raised; as do mistakes of our own.
+        """
+        started = time.monotonic()
+        tasks = {worker.peer: asyncio.ensure_future(call(worker)) for worker in workers}
+        stages = {worker.peer: worker.stage for worker in workers}
+        replies: dict[str, Any] = {}
+        errors: dict[str, SwarmError] = {}
+        try:
+            while tasks:
+                await asyncio.wait(tasks.values(), timeout=_ASK_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+                ended = [peer for peer, task in tasks.items() if task.done()]
+                for peer in ended:
+                    try:
+                        replies[peer] = tasks.pop(peer).result()
+                        self._roster.took(peer, stages[peer], what, time.monotonic() - started)
+                    except (RemoteError, CallerError, NodeClosed):
+                        raise
+                    except SwarmError as error:
+                        errors[peer] = error
+                if not ended:
+                    errors.update(await self._hung({peer: stages[peer] for peer in tasks}, what))
+                    for peer in errors.keys() & tasks.keys():
+                        tasks.pop(peer).cancel()
+                if what == "reduce" and any(not isinstance(error, SourceFailed) for error in errors.values()):
+                    break
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        return replies, errors
+
+    async def _hung(self, silent: dict[str, int], what: str) -> dict[str, SwarmError]:
+        """Those among silent workers (and their stages) who do not answer or compute for too long."""
+
+        async def ask(peer: str, stage: int) -> None:
+            header, _ = await self._node.call(peer, "probe", {}, deadline_s=_PROBE_DEADLINE_S)
+            patience_s = max(self._roster.deadline_s(peer, stage), self._roster.deadline_s(peer, stage, what))
+            if float(header["computing_s"]) > patience_s:
+                raise DeadlineExceeded(f"{peer} has computed for {header['computing_s']:.1f} s in {what}.", peer)
+
+        answers = await asyncio.gather(*(ask(*item) for item in silent.items()), return_exceptions=True)
+        return {peer: answer for peer, answer in zip(silent, answers) if isinstance(answer, SwarmError)}
+
+    def _give_up(self, culprit: str, what: str, error: SwarmError) -> None:
+        known = self._roster.workers.get(culprit)
+        if known is None:
+            return
+        log.warning("Worker %s of stage %d failed in %s: %s", culprit[-6:], known.stage, what, error)
+        if known.ready:
+            cause = Cause.TIMEOUT if isinstance(error, DeadlineExceeded) else Cause.RESET
+            self._roster.failed(culprit, known.stage, cause, str(error))
+        self._pipeline.lose(culprit)
+
+    async def _commit(self, step: int, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
+        """Apply what was reduced; after this the step is made, whoever missed it."""
+        reduced = self._step.reduced.values()
         scale = 1.0
         if clipping.norm is not None:
             # As torch.nn.utils.clip_grad_norm_, whose coefficient is clamped to 1 (and stays nan for a nan norm).
+            norm = math.sqrt(sum(group.squared_norm for group in reduced))
             coefficient = clipping.norm / (norm + 1e-6)
             scale = coefficient if not coefficient >= 1.0 else 1.0
         request = CommitRequest(
             session=self._session,
             step=step,
-            attempt=attempt,
+            attempts={group.group.name: group.attempt for group in reduced},
             hyperparameters=tuple(encode_tree(group)[0] for group in hyperparameters),
             scale=scale,
             clip_value=clipping.value,
-            absent=self._absent_everywhere(groups, good),
-        )
-        await self._commit(workers, request)
-        return True
+            absent=tuple(name for group in reduced for name in sorted(group.absent)),
+        ).to_dict()
 
-    async def _reduce_one(self, worker: Worker, step: int, attempt: int, groups: list[Group]) -> ReduceReply:
-        mine = tuple(group for group in groups if any(member.peer == worker.peer for member in group.members))
-        expected = tuple(sorted(self._pipeline.ledger.held_by(worker.peer)))
-        request = ReduceRequest(self._session, step, attempt, mine, expected, _REDUCE_DEADLINE_S)
-        header, _ = await self._node.call(worker.peer, "reduce", request.to_dict(), deadline_s=2 * _REDUCE_DEADLINE_S)
-        return ReduceReply.from_dict(header)
+        async def commit(worker: Worker) -> None:
+            await self._node.call(worker.peer, "commit", request, deadline_s=_CALL_DEADLINE_S)
 
-    def _blame(self, culprit: str, error: SwarmError) -> None:
-        known = self._roster.workers.get(culprit)
-        if known is None:
-            return
-        log.warning("Worker %s of stage %d failed in reduce: %s", culprit[-6:], known.stage, error)
-        if known.ready:
-            self._roster.failed(culprit, known.stage, Cause.RESET, str(error))
-        self._pipeline.lose(culprit)
+        _, errors = await self._call_all(list(self._roster.workers.values()), commit, "commit")
+        for peer, error in errors.items():
+            self._give_up(peer, "commit", error)
+
+    def _stages_of(self, group: Group) -> set[int]:
+        return {self._roster.workers[member.peer].stage for member in group.members}
 
     def _groups(self, workers: list[Worker]) -> list[Group]:
         """One group a stage for its own parameters, one for each set of stages that share parameters."""
@@ -169,31 +316,6 @@ class StepEnd:
             for worker in sorted(workers, key=lambda w: w.peer)
             if worker.stage == stage
         )
-
-    @staticmethod
-    def _absent_everywhere(groups: list[Group], replies: dict[str, ReduceReply]) -> tuple[str, ...]:
-        """Parameters for which no worker that holds them has a gradient."""
-        absent_at = {peer: frozenset(reply.absent) for peer, reply in replies.items()}
-        return tuple(
-            name
-            for group in groups
-            for name in group.parameters
-            if all(name in absent_at[member.peer] for member in group.members)
-        )
-
-    async def _commit(self, workers: list[Worker], request: CommitRequest) -> None:
-        async def commit(worker: Worker) -> None:
-            try:
-                await self._node.call(worker.peer, "commit", request.to_dict(), deadline_s=_REDUCE_DEADLINE_S)
-            except (RemoteError, CallerError, NodeClosed):
-                raise
-            except SwarmError as error:
-                log.warning("Worker %s of stage %d missed a commit: %s", worker.peer[-6:], worker.stage, error)
-                if worker.ready:
-                    self._roster.failed(worker.peer, worker.stage, Cause.RESET, str(error))
-                self._roster.remove(worker.peer)
-
-        await asyncio.gather(*(commit(worker) for worker in workers))
 
 
 def _culprits(errors: dict[str, SwarmError], members: Collection[str]) -> dict[str, SwarmError]:

@@ -22,6 +22,7 @@ class Ledger:
     def __init__(self, stages: int) -> None:
         self.stages = stages
         self._holders: dict[tuple[str, int], str] = {}
+        self._counts = [0] * stages
 
     def record(self, microbatch: str, stage: int, worker: str) -> None:
         """Note that ``worker`` has accumulated ``microbatch`` at ``stage``.
@@ -29,8 +30,11 @@ class Ledger:
         Raises:
             ValueError: Another worker has it already; counting it again would be wrong.
         """
-        holder = self._holders.setdefault((microbatch, stage), worker)
-        if holder != worker:
+        holder = self._holders.get((microbatch, stage))
+        if holder is None:
+            self._holders[microbatch, stage] = worker
+            self._counts[stage] += 1
+        elif holder != worker:
             raise ValueError(
                 f"Microbatch {microbatch} was accumulated twice at stage {stage}: by {holder} and by {worker}."
             )
@@ -38,6 +42,10 @@ class Ledger:
     def holder(self, microbatch: str, stage: int) -> str | None:
         """The worker that has accumulated it, if one has."""
         return self._holders.get((microbatch, stage))
+
+    def count(self, stage: int) -> int:
+        """How many microbatches somebody has accumulated at a stage."""
+        return self._counts[stage]
 
     def held_by(self, worker: str) -> frozenset[str]:
         """What ``worker`` has accumulated."""
@@ -67,8 +75,10 @@ class Ledger:
         lost = [key for key, holder in self._holders.items() if holder == worker]
         for key in lost:
             del self._holders[key]
+            self._counts[key[1]] -= 1
         return lost
 
     def clear(self) -> None:
         """The step is committed."""
         self._holders.clear()
+        self._counts = [0] * self.stages

@@ -13,7 +13,7 @@ computes far beyond its usual time or does not answer at all is given up.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +44,7 @@ _MOST_ATTEMPTS = 40
 _CAUSES: dict[type[SwarmError], Cause] = {
     PeerUnreachable: Cause.RESET,
     DeadlineExceeded: Cause.TIMEOUT,
-    PeerStale: Cause.WRONG_RESULT,
+    PeerStale: Cause.RESET,
     ProtocolError: Cause.PROTOCOL,
     NodeClosed: Cause.RESET,
     PeerBusy: Cause.BUSY,
@@ -65,17 +65,27 @@ class Pipeline:
         self._roster = roster
         self._in_flight = in_flight
         self._flying: dict[str, Flight] = {}
-        self._landed = asyncio.Condition()
+        self._stages_done: Callable[[Collection[int]], None] | None = None
+        self._total = 0
         self.ledger = Ledger(roster.stages)
 
-    async def run(self, flights: Sequence[Flight]) -> None:
+    async def run(
+        self, flights: Sequence[Flight], stages_done: Callable[[Collection[int]], None] | None = None
+    ) -> None:
         """Bring all of these microbatches through all stages.
+
+        Args:
+            flights: The microbatches.
+            stages_done: Given with the last ones of a step: called each time when another stage has accumulated all of
+                the step's microbatches, with all such stages.
 
         Raises:
             RemoteError: The user's step raised on a worker.
             SwarmError: A stage stayed without workers, or a microbatch failed everywhere.
         """
         started: list[asyncio.Task[None]] = []
+        self._stages_done = stages_done
+        self._total = len(self._flying) + len(flights)
         try:
             for flight in flights:
                 await self._await_slot(started)
@@ -83,6 +93,7 @@ class Pipeline:
                 started.append(asyncio.create_task(self._settle(flight), name=f"microbatch {flight.name}"))
             await _all_or_first_error(started)
         finally:
+            self._stages_done = None
             for task in started:
                 task.cancel()
             for flight in flights:
@@ -155,8 +166,13 @@ class Pipeline:
             self._roster.completed(worker, stage, float(header["compute_s"]))
             if flight.job.training:
                 self.ledger.record(flight.name, stage, worker)
+                self._tell_stages_done(stage)
             return
         raise SwarmError(f"Microbatch {flight.name} failed {_MOST_ATTEMPTS} times at stage {stage}; giving up.")
+
+    def _tell_stages_done(self, stage: int) -> None:
+        if self._stages_done is not None and self.ledger.count(stage) == self._total:
+            self._stages_done([s for s in range(self.ledger.stages) if self.ledger.count(s) == self._total])
 
     async def _process(self, flight: Flight, stage: int, worker: str) -> tuple[dict[str, Any], list[Tensor]]:
         """Call ``process``; probe the worker when it takes long; stop when a neighbour was replaced."""
@@ -245,7 +261,8 @@ class Pipeline:
 
     async def repair(self) -> None:
         """Wait until every microbatch of the step is accumulated again at every stage."""
-        await _all_or_first_error([asyncio.create_task(self._settle(f)) for f in self._flying.values()])
+        for flight in list(self._flying.values()):
+            await self._settle(flight)
 
     @property
     def complete(self) -> bool:

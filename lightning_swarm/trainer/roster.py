@@ -190,9 +190,10 @@ class Roster:
         except StageEmpty:
             return 1
 
-    def deadline_s(self, peer: str, stage: int) -> float:
-        """How long a microbatch may take a worker before it is asked what it does."""
-        return self._deadlines.deadline_s(peer, stage, "process", ahead=self._wiring.outstanding(peer))
+    def deadline_s(self, peer: str, stage: int, call: str = "process") -> float:
+        """How long a call may take a worker before it is asked what it does."""
+        ahead = self._wiring.outstanding(peer) if call == "process" else 0
+        return self._deadlines.deadline_s(peer, stage, call, ahead=ahead)
 
     # What happened
 
@@ -206,6 +207,11 @@ class Roster:
         if worker is not None:
             worker.processed += 1
             worker.compute_s += compute_s
+
+    def took(self, peer: str, stage: int, call: str, seconds: float) -> None:
+        """A worker has answered a call other than ``process``."""
+        if peer in self.workers:
+            self._deadlines.completed(peer, stage, call, seconds)
 
     def withdraw(self, peer: str, stage: int) -> None:
         """A worker was picked but not used."""

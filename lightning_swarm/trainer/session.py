@@ -251,6 +251,8 @@ class Session:
         self._plan_version += 1
         self._planned = frozenset(plan.signatures)
         old = self.roster
+        if self._step_end is not None:
+            self._step_end.close()
         self.roster = Roster(
             len(plan.stages),
             self.counters,
@@ -286,9 +288,23 @@ class Session:
         return self.origin.version == self.step and self._count == 0
 
     async def run(
-        self, kind: str, microbatches: Sequence[Microbatch], step_args: tuple[int, ...], context: Context, scale: float
+        self,
+        kind: str,
+        microbatches: Sequence[Microbatch],
+        step_args: tuple[int, ...],
+        context: Context,
+        scale: float,
+        last: bool = False,
     ) -> list[list[dict[str, Any]]]:
         """Run one batch's microbatches through all stages; steps that were lost with a stage are done again.
+
+        Args:
+            kind: Which step function.
+            microbatches: The parts of the batch.
+            step_args: What follows the batch in the step function's arguments.
+            context: The trainer's side of the step.
+            scale: What the loss is multiplied with.
+            last: Whether :meth:`finish_step` follows, with no other batch before it.
 
         Returns:
             By microbatch and stage, the effects of the step (``worker/recorder.py``).
@@ -296,7 +312,7 @@ class Session:
         batch = LoggedBatch(kind, tuple(microbatches), step_args, context, scale)
         while True:
             try:
-                effects = await self._run(batch)
+                effects = await self._run(batch, last)
             except StageLost as lost:
                 await self._recover(lost)
                 continue
@@ -328,8 +344,9 @@ class Session:
             except StageLost as again:
                 lost = again
 
-    async def _run(self, batch: LoggedBatch) -> list[list[dict[str, Any]]]:
+    async def _run(self, batch: LoggedBatch, last: bool = False) -> list[list[dict[str, Any]]]:
         assert self.plan is not None and self.roster is not None and self.pipeline is not None
+        assert self._step_end is not None
         await self.roster.wait_for_all_stages()
         job = Job(
             session=self._identity.session,
@@ -361,7 +378,8 @@ class Session:
                     scale=batch.scale * microbatch.share if job.training else 0.0,
                 )
             )
-        await self.pipeline.run(flights)
+        step_end, step = self._step_end, self.step
+        await self.pipeline.run(flights, (lambda done: step_end.overlap(step, done)) if last else None)
         self._samples += sum(microbatch.samples for microbatch in batch.microbatches)
         return [flight.effects for flight in flights]
 

@@ -7,10 +7,11 @@ state takes part in both, but queues the commits until the state is there.
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,16 +40,19 @@ from lightning_swarm.worker.statistics import squared_norm
 
 Reply = tuple[dict[str, Any], list[Tensor]]
 
+_BEGIN_WITHIN_S = 10.0
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Reduced:
-    """The summed gradients of a step, kept until its commit."""
+    """The summed gradients of a group, kept until the step's commit."""
 
-    step: int
+    group: Group
     attempt: int
-    groups: tuple[Group, ...]
-    vectors: dict[str, Tensor | None] = field(default_factory=dict)
-    """By group; ``None`` where the worker is alone and the sum stands in the accumulator."""
+    held: frozenset[str]
+    """The microbatches of this worker that are in the sum."""
+    vector: Tensor | None
+    """``None`` where the worker is alone and the sum stands in the accumulator."""
 
 
 class WorkerService:
@@ -67,8 +71,10 @@ class WorkerService:
         self.optimizer: Optimizer | None = None
         self.finished: asyncio.Future[FinishRequest] | None = None
         self.last_call_s = 0.0
-        self._reduced: _Reduced | None = None
-        self._queued: dict[int, tuple[_Reduced, CommitRequest]] = {}
+        self._reduced: dict[str, _Reduced] = {}
+        """Of the step under way, by group."""
+        self._queued: dict[int, tuple[list[_Reduced], CommitRequest]] = {}
+        self._begun = asyncio.Event()
         self._commit_lock = asyncio.Lock()
         self._reduction_s = self._commit_s = 0.0
 
@@ -88,13 +94,15 @@ class WorkerService:
     def begin(self, server: StageServer, optimizer: Optimizer | None) -> None:
         """Serve this stage from now on; its state is loaded later by :meth:`load`."""
         self.server, self.optimizer = server, optimizer
-        self._reduced, self._queued = None, {}
+        self._reduced, self._queued = {}, {}
+        self._begun.set()
 
     def end(self) -> None:
         """Serve no stage any more."""
         if self.server is not None:
             self.server.close()
         self.server = None
+        self._begun.clear()
         self.outbox.drop(lambda key: True)
 
     def _serving(self, session: int) -> StageServer:
@@ -114,16 +122,18 @@ class WorkerService:
     async def reduce(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """First phase: agree on what is summed, and sum it."""
         request = ReduceRequest.from_dict(header)
+        # The trainer counts on us from the moment when it has given us a stage, which takes us a moment longer.
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._begun.wait(), _BEGIN_WITHIN_S)
         server = self._serving(request.session)
         if server.version not in (None, request.step):
             raise PeerStale(f"this worker is at step {server.version}, not {request.step}")
-        held = frozenset(name for name in server.accumulator.accumulated if name.startswith(f"{request.step}:"))
+        held = _of_step(server, request.step)
         if held != frozenset(request.expected):
             raise PeerStale(
                 f"the ledger gives this worker {len(request.expected)} microbatches of step {request.step}, it has "
                 f"accumulated {len(held)}; different: {sorted(held ^ frozenset(request.expected))[:4]}"
             )
-        reduced = _Reduced(request.step, request.attempt, request.groups)
         started = time.perf_counter()
         running = [asyncio.create_task(self._reduce_group(server, request, group)) for group in request.groups]
         try:
@@ -134,10 +144,9 @@ class WorkerService:
             self._reduction_s += time.perf_counter() - started
         norms, absent = {}, []
         for group, (vector, norm, missing) in zip(request.groups, results):
-            reduced.vectors[group.name] = vector
+            self._reduced[group.name] = _Reduced(group, request.attempt, held, vector)
             norms[group.name] = norm
             absent += missing
-        self._reduced = reduced
         finite = all(math.isfinite(norm) for norm in norms.values())
         return ReduceReply(norms, finite, tuple(absent)).to_dict(), []
 
@@ -186,10 +195,8 @@ class WorkerService:
         async with self._commit_lock:
             if server.version is not None and server.version > request.step:
                 return {}, []
-            reduced = self._reduced
-            if reduced is None or (reduced.step, reduced.attempt) != (request.step, request.attempt):
-                raise PeerStale(f"this worker holds no reduced gradients of step {request.step}.{request.attempt}")
-            self._reduced = None
+            reduced = self._chosen(server, request)
+            self._reduced = {}
             if server.version is None:
                 self._queued[request.step] = (reduced, request)
             else:
@@ -198,22 +205,35 @@ class WorkerService:
             self.outbox.drop(lambda key: str(key).startswith(finished))
         return {}, []
 
-    async def _apply(self, server: StageServer, reduced: _Reduced, request: CommitRequest) -> None:
+    def _chosen(self, server: StageServer, request: CommitRequest) -> list[_Reduced]:
+        """The sums that the trainer means, which are those of all that this worker has accumulated."""
+        held = _of_step(server, request.step)
+        chosen = [r for name, r in self._reduced.items() if request.attempts.get(name) == r.attempt]
+        names = {name for reduced in chosen for name in reduced.group.parameters}
+        if any(reduced.held != held for reduced in chosen) or not names >= server.stage.owned_parameters().keys():
+            raise PeerStale(f"this worker has not reduced all of its gradients of step {request.step}")
+        return chosen
+
+    async def _apply(self, server: StageServer, reduced: list[_Reduced], request: CommitRequest) -> None:
         hyperparameters = [decode_tree(group, []) for group in request.hyperparameters]
         await self.executor.do(Priority.COMMIT, lambda: self._step(server, reduced, request, hyperparameters))
         server.forget_step(request.step)
 
     def _step(
-        self, server: StageServer, reduced: _Reduced, request: CommitRequest, hyperparameters: list[dict[str, Any]]
+        self,
+        server: StageServer,
+        reduced: list[_Reduced],
+        request: CommitRequest,
+        hyperparameters: list[dict[str, Any]],
     ) -> None:
         """On the compute thread."""
         started = time.perf_counter()
         accumulator = server.accumulator
         absent = frozenset(request.absent)
-        for group in reduced.groups:
-            vector = reduced.vectors[group.name]
-            if group.parameters:
-                accumulator.install(group.parameters, vector, [name not in absent for name in group.parameters])
+        for of_group in reduced:
+            names, vector = of_group.group.parameters, of_group.vector
+            if names:
+                accumulator.install(names, vector, [name not in absent for name in names])
             elif vector is not None:
                 server.average_buffers(vector)
         gradients = [p.grad for p in server.stage.owned_parameters().values() if p.grad is not None]
@@ -303,3 +323,8 @@ class WorkerService:
 
     async def _fetch_as_is(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
         return list((await fetch(self.node, peer, key, deadline_s=deadline_s)).tensors)
+
+
+def _of_step(server: StageServer, step: int) -> frozenset[str]:
+    """The microbatches of a step that a stage has accumulated."""
+    return frozenset(name for name in server.accumulator.accumulated if name.startswith(f"{step}:"))
