@@ -46,25 +46,41 @@ class StageEmpty(LookupError):
 
 
 class LinkCosts:
-    """An :data:`EdgeCost` from measured latencies and bandwidths.
+    """An :data:`EdgeCost` from measured latencies and bandwidths, or from the seconds that transfers took.
 
     Args:
         microbatch_bytes: bytes of an activation; its gradient takes as many on the way back.
         latency_s: one-way latency of a link that nobody has measured.
         bytes_per_s: bandwidth of a link that nobody has measured.
+        smoothing: weight of a new observation.
     """
 
-    def __init__(self, microbatch_bytes: float, latency_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        microbatch_bytes: float,
+        latency_s: float = 0.0,
+        bytes_per_s: float = math.inf,
+        smoothing: float = 0.2,
+    ) -> None:
         self.microbatch_bytes = microbatch_bytes
-        self.default_s = 2.0 * (latency_s + microbatch_bytes / bytes_per_s)
+        self.default_s = latency_s + microbatch_bytes / bytes_per_s
+        self.smoothing = smoothing
         self._seconds: dict[tuple[str, str], float] = {}
         self._cut: set[tuple[str, str]] = set()
 
     def measured(self, source: str, target: str, latency_s: float, bytes_per_s: float = math.inf) -> None:
         """Record a measurement of the link, one way; the other direction is taken to be alike until it is measured."""
-        seconds = 2.0 * (latency_s + self.microbatch_bytes / bytes_per_s)
-        self._seconds[source, target] = seconds
-        self._seconds.setdefault((target, source), seconds)
+        self._seconds[source, target] = latency_s + self.microbatch_bytes / bytes_per_s
+
+    def observed(self, source: str, target: str, seconds: float) -> None:
+        """Record how long a microbatch's tensors took over the link, one way."""
+        before = self._seconds.get((source, target), seconds)
+        self._seconds[source, target] = before + self.smoothing * (seconds - before)
+
+    def forget(self, peer: str) -> None:
+        """The peer has left."""
+        self._seconds = {link: seconds for link, seconds in self._seconds.items() if peer not in link}
+        self._cut = {link for link in self._cut if peer not in link}
 
     def cut(self, source: str, target: str) -> None:
         """The link does not work: no microbatch shall pass it until it is restored."""
@@ -77,7 +93,11 @@ class LinkCosts:
     def __call__(self, source: str, target: str) -> float:
         if self._cut and ((source, target) in self._cut or (target, source) in self._cut):
             return math.inf
-        return self._seconds.get((source, target), self.default_s)
+        there, back = self._seconds.get((source, target)), self._seconds.get((target, source))
+        if there is None or back is None:
+            known = there if back is None else back
+            return 2.0 * (self.default_s if known is None else known)
+        return there + back
 
 
 class StochasticWiring:
@@ -154,6 +174,12 @@ class StochasticWiring:
         measured = entry.service.seconds
         known = measured is not None and here and there
         self.add(stage, peer, service_s=measured / here * there if known else None, capacity=entry.capacity)  # type: ignore[operator]
+
+    def limit(self, peer: str, capacity: int) -> None:
+        """The peer's memory holds so many microbatches at once. Unknown peers are ignored."""
+        stage = self._where.get(peer)
+        if stage is not None:
+            self._stages[stage].peers[peer].capacity = capacity
 
     def peers(self, stage: int) -> tuple[str, ...]:
         """The peers of a stage."""

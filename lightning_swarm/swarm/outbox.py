@@ -10,6 +10,7 @@ Threads: `Outbox.put`, `Outbox.drop` and the counters may be used from any threa
 import asyncio
 import functools
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_swarm.swarm.node import Node
 
 Key = Hashable
+_WAITED = "waited_s"
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Entry]"]
 
 
@@ -37,10 +39,13 @@ class Entry:
     Attributes:
         tensors: Must not be changed any more: they are sent without a copy.
         header: Small things that go with them, as msgpack carries them.
+        waited_s: Of a fetched entry: how long the fetch waited for it at the producer; the rest of its time was
+            transfer.
     """
 
     tensors: tuple[Tensor, ...] = ()
     header: Mapping[str, Any] = field(default_factory=dict)
+    waited_s: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -142,12 +147,14 @@ class Outbox:
     async def answer_fetch(self, caller: str, header: dict, tensors: list[Tensor]) -> tuple[dict, Sequence[Tensor]]:
         """The handler of the call ``fetch``: ``node.serve({"fetch": outbox.answer_fetch})``."""
         request = FetchRequest.from_dict(header)
+        started = time.perf_counter()
         entry = await self.get(request.key)
+        answer = {**entry.header, _WAITED: time.perf_counter() - started}
         if request.leaves is None:
-            return dict(entry.header), entry.tensors
+            return answer, entry.tensors
         if not all(0 <= leaf < len(entry.tensors) for leaf in request.leaves):
             raise CallerError(f"{request.key!r} has {len(entry.tensors)} tensors; {request.leaves} were asked for.")
-        return dict(entry.header), [entry.tensors[leaf] for leaf in request.leaves]
+        return answer, [entry.tensors[leaf] for leaf in request.leaves]
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,7 @@ async def fetch(
     """
     request = FetchRequest(key, None if leaves is None else tuple(leaves))
     header, tensors = await node.call(peer, "fetch", request.to_dict(), deadline_s=deadline_s, codec=codec)
-    return Entry(tuple(tensors), header)
+    return Entry(tuple(tensors), header, float(header.pop(_WAITED, 0.0)))
 
 
 def _settle(waiters: Sequence[_Waiter], action: Callable[["asyncio.Future[Entry]"], None]) -> None:

@@ -163,7 +163,9 @@ class Pipeline:
                 await asyncio.sleep(min(0.05 * attempt, 1.0))
                 continue
             flight.effects[stage] = decode_tree(header["effects"], tensors)
-            self._roster.completed(worker, stage, float(header["compute_s"]))
+            self._roster.completed(worker, stage, float(header["compute_s"]), int(header["held_bytes"]))
+            for source, seconds in header["transfers"].items():
+                self._roster.transferred(source, worker, float(seconds))
             if flight.job.training:
                 self.ledger.record(flight.name, stage, worker)
                 self._tell_stages_done(stage)

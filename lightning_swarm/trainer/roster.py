@@ -28,6 +28,8 @@ class Worker:
     stage: int
     device: str
     local_index: int
+    free_bytes: int = 0
+    """Memory for microbatches; 0: it does not say."""
     ready: bool = False
     """Whether it holds the current step's state and gets tasks."""
     joined_s: float = field(default_factory=time.monotonic)
@@ -73,17 +75,17 @@ class Roster:
         self._startup_timeout_s = startup_timeout_s
         self._check = check
         self._links = LinkCosts(microbatch_bytes=0.0)
-        self._wiring = StochasticWiring(stages)
+        self._wiring = StochasticWiring(stages, edge_cost=self._links)
         self._bans = BanList()
         self._deadlines = Deadlines()
         self._changed = asyncio.Event()
 
     # Membership
 
-    def join(self, peer: str, device: str, local_index: int, stage: int) -> Worker:
-        """A worker was assigned a stage and fetches its state."""
+    def join(self, peer: str, device: str, local_index: int, stage: int, free_bytes: int = 0) -> Worker:
+        """A worker was assigned a stage and fetches its state; it has so much memory for microbatches (0: enough)."""
         self.remove(peer)
-        self.workers[peer] = Worker(peer, stage, device, local_index)
+        self.workers[peer] = Worker(peer, stage, device, local_index, free_bytes)
         self.counters["joins"] += 1
         return self.workers[peer]
 
@@ -102,6 +104,7 @@ class Roster:
         if worker is not None:
             self._wiring.remove(peer)
             self._deadlines.forget(peer)
+            self._links.forget(peer)
             self.counters["leaves"] += 1
             log.info("Worker %s of stage %d (%s) is out", peer[-6:], worker.stage, worker.device)
             self._notify()
@@ -197,8 +200,11 @@ class Roster:
 
     # What happened
 
-    def completed(self, peer: str, stage: int, compute_s: float) -> None:
-        """A worker has done a microbatch in so many seconds of computing."""
+    def completed(self, peer: str, stage: int, compute_s: float, held_bytes: int = 0) -> None:
+        """A worker has done a microbatch in so many seconds of computing, and held so many bytes for its backward pass.
+
+        The bytes and the memory that it has declared say how many microbatches it can hold.
+        """
         now = time.monotonic()
         self._wiring.complete(stage, peer, compute_s, now=now)
         self._deadlines.completed(peer, stage, "process", compute_s)
@@ -206,7 +212,13 @@ class Roster:
         worker = self.workers.get(peer)
         if worker is not None:
             worker.processed += 1
+            if worker.free_bytes and held_bytes:
+                self._wiring.limit(peer, max(1, worker.free_bytes // held_bytes))
             worker.compute_s += compute_s
+
+    def transferred(self, source: str, target: str, seconds: float) -> None:
+        """A microbatch's tensors took so long from one worker to another."""
+        self._links.observed(source, target, seconds)
 
     def took(self, peer: str, stage: int, call: str, seconds: float) -> None:
         """A worker has answered a call other than ``process``."""
@@ -243,7 +255,6 @@ class Roster:
         self._bans.report(time.monotonic(), name, Cause.LINK)
         source, _, target = name.partition(">")
         self._links.cut(source, target)
-        self._wiring.edge_cost = self._links
 
     def report(self) -> list[dict[str, Any]]:
         """One row a worker."""

@@ -173,7 +173,8 @@ class Session:
                 donors.append(self._node.peer_id)
             if not donors:
                 return JoinReply("wait").to_dict(), []
-            self.roster.join(caller, request.device, request.local_index, stage)
+            free_bytes = max(1, request.memory_bytes - self._state_bytes(stage)) if request.memory_bytes else 0
+            self.roster.join(caller, request.device, request.local_index, stage, free_bytes)
             self._joined(request.local_index, stage)
             assignment = Assignment(
                 session=identity.session,
@@ -196,9 +197,7 @@ class Session:
             CallerError: It can hold none.
         """
         assert self.plan is not None
-        # Training holds gradients and, with Adam, two more values a parameter.
-        copies = 4 if self._identity.function == "fit" else 1
-        needs = [copies * stage.parameter_bytes for stage in self.plan.stages]
+        needs = [self._state_bytes(stage.index) for stage in self.plan.stages]
         fitting = [stage for stage, need in enumerate(needs) if not memory_bytes or need <= memory_bytes]
         if not fitting:
             raise CallerError(
@@ -209,6 +208,12 @@ class Session:
         if len(fitting) < len(needs):
             log.info("Worker %s has %s bytes of memory: it can serve stages %s", worker[-6:], memory_bytes, fitting)
         return fitting
+
+    def _state_bytes(self, stage: int) -> int:
+        """What a stage's state takes: training holds gradients and, with Adam, two more values a parameter."""
+        assert self.plan is not None
+        copies = 4 if self._identity.function == "fit" else 1
+        return copies * self.plan.stages[stage].parameter_bytes
 
     async def ready(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A worker holds its stage's state."""

@@ -316,10 +316,13 @@ class WorkerService:
         )
         return stats.to_dict(), []
 
-    async def fetch_from(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
-        """Tensors from another peer's outbox."""
+    async def fetch_from(self, peer: str, key: str, deadline_s: float) -> tuple[list[Tensor], float]:
+        """Tensors from another peer's outbox, and the seconds that they were under way."""
         codec = self.server.assignment.codec if self.server is not None else "none"
-        return list((await fetch(self.node, peer, key, deadline_s=deadline_s, codec=codec)).tensors)
+        started = time.perf_counter()
+        entry = await fetch(self.node, peer, key, deadline_s=deadline_s, codec=codec)
+        transfer_s = time.perf_counter() - started - entry.waited_s
+        return list(entry.tensors), max(transfer_s, 0.0)
 
     async def _fetch_as_is(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
         return list((await fetch(self.node, peer, key, deadline_s=deadline_s)).tensors)

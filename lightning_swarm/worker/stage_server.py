@@ -28,10 +28,11 @@ from lightning_swarm.swarm.tree import decode_tree, encode_tree
 from lightning_swarm.worker.accumulator import Accumulator
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.recorder import Recorder
+from lightning_swarm.worker.saved import SavedBytes
 from lightning_swarm.worker.statistics import averaged_buffers, weighted_buffers
 
-Fetch = Callable[[str, str, float], Awaitable[list[Tensor]]]
-"""``(peer, key, deadline_s) -> tensors``."""
+Fetch = Callable[[str, str, float], Awaitable[tuple[list[Tensor], float]]]
+"""``(peer, key, deadline_s) -> tensors, seconds of the transfer``."""
 
 
 @dataclass
@@ -42,6 +43,8 @@ class _Progress:
     effects: dict[str, Any] = field(default_factory=dict)
     accumulated: bool = False
     compute_s: float = 0.0
+    transfers: dict[str, float] = field(default_factory=dict)
+    """Seconds that tensors took from other workers."""
     reply: tuple[dict[str, Any], list[Tensor]] | None = None
     runner: asyncio.Task | None = None
 
@@ -90,6 +93,7 @@ class StageServer:
         self._evaluated_before = 0
         self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
         self._samples = 0
+        self._held_bytes = 0
         self.forward_s = self.backward_s = self.waiting_s = 0.0
         self.processed = 0
 
@@ -132,32 +136,40 @@ class StageServer:
         if progress.output is None:
             inputs = []
             if task.input_peer is not None:
-                inputs = await self._wait(task.input_peer, f"{task.microbatch}/a{self.index}", task.deadline_s)
+                key = f"{task.microbatch}/a{self.index}"
+                inputs = await self._wait(progress, task.input_peer, key, task.deadline_s)
             await self._executor.do(
                 Priority.FORWARD, lambda: self._forward(progress, task, tensors, inputs), order=task.order
             )
         if task.training and not progress.accumulated:
             gradients: list[Tensor | None] | None = None
             if task.gradient_peer is not None:
-                gradients = await self._fetch_gradients(task)
+                gradients = await self._fetch_gradients(progress, task)
             await self._executor.do(
                 Priority.BACKWARD, lambda: self._backward(progress, task, gradients), order=task.order
             )
         self.processed += 1
         header, reply_tensors = encode_tree(progress.effects)
-        return {"effects": header, "compute_s": progress.compute_s}, reply_tensors
+        reply = {
+            "effects": header,
+            "compute_s": progress.compute_s,
+            "held_bytes": self._held_bytes,
+            "transfers": progress.transfers,
+        }
+        return reply, reply_tensors
 
-    async def _fetch_gradients(self, task: Task) -> list[Tensor | None] | None:
+    async def _fetch_gradients(self, progress: _Progress, task: Task) -> list[Tensor | None] | None:
         assert task.gradient_peer is not None
         key = f"{task.microbatch}/g{self.index + 1}"
-        received = iter(await self._wait(task.gradient_peer, key, task.deadline_s))
+        received = iter(await self._wait(progress, task.gradient_peer, key, task.deadline_s))
         flags = next(received)
         return [next(received) if flag else None for flag in flags.tolist()]
 
-    async def _wait(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
+    async def _wait(self, progress: _Progress, peer: str, key: str, deadline_s: float) -> list[Tensor]:
         started = time.perf_counter()
         try:
-            return await self._fetch(peer, key, deadline_s)
+            tensors, progress.transfers[peer] = await self._fetch(peer, key, deadline_s)
+            return tensors
         finally:
             self.waiting_s += time.perf_counter() - started
 
@@ -173,8 +185,14 @@ class StageServer:
             task.batch, tensors, restore=lambda spec: GhostLeaf(tuple(spec[0]), getattr(torch, spec[1]))
         )
         self._recorder.begin(context.attributes)
+        weigh = task.training and not self._held_bytes
+        saved = SavedBytes(self.stage.owned_parameters().values())
         try:
-            with self._step_context(task.kind), torch.set_grad_enabled(task.training):
+            with (
+                self._step_context(task.kind),
+                torch.set_grad_enabled(task.training),
+                saved if weigh else contextlib.nullcontext(),
+            ):
                 output = self.stage.run(
                     task.kind,
                     _to_device(batch, self._device),
@@ -185,6 +203,8 @@ class StageServer:
                 )
         finally:
             effects = self._recorder.end()
+        if weigh:
+            self._held_bytes = saved.bytes
         if signature.speaking[self.index]:
             progress.effects = asdict(effects)
         if self.last:

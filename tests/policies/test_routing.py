@@ -325,3 +325,27 @@ def test_random_sequence_keeps_its_books() -> None:
                 assert wiring.outstanding(name) == sum(entry == (stage, name) for entry in out)
             if wiring.peers(stage):
                 assert sum(wiring.shares(stage).values()) == pytest.approx(1.0)
+
+
+def test_observed_transfers_are_smoothed_and_count_both_ways() -> None:
+    costs = LinkCosts(0.0, smoothing=0.5)
+    assert costs("a", "b") == 0.0
+    costs.observed("a", "b", 0.2)
+    assert costs("a", "b") == costs("b", "a") == pytest.approx(0.4), "the way back is taken to be alike"
+    costs.observed("b", "a", 0.6)
+    costs.observed("a", "b", 0.4)
+    assert costs("a", "b") == costs("b", "a") == pytest.approx(0.9)
+    costs.forget("a")
+    assert costs("a", "b") == 0.0
+
+
+def test_a_peer_holds_no_more_than_its_memory_allows() -> None:
+    wiring = StochasticWiring(1)
+    wiring.add(0, "small")
+    wiring.add(0, "large")
+    for _ in range(4):
+        peer = wiring.pick(0, 0.0)
+        wiring.complete(0, peer, 1.0, now=1.0)
+    wiring.limit("small", 1)
+    assert [wiring.pick(0, 1.0) for _ in range(5)].count("small") == 1
+    wiring.limit("nobody", 1)

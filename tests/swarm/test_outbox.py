@@ -99,7 +99,7 @@ def test_fetch_gives_the_leaves_that_are_asked_for() -> None:
         return await outbox.answer_fetch("peer", header, [])
 
     header, tensors = asyncio.run(ask({"key": (3, ("x", 1)), "leaves": (1,)}))
-    assert header == {"n": 1} and [tensor.item() for tensor in tensors] == [1.0]
+    assert header.pop("waited_s") < 1.0 and header == {"n": 1} and [tensor.item() for tensor in tensors] == [1.0]
     assert len(asyncio.run(ask({"key": (3, ("x", 1))}))[1]) == 2
     with pytest.raises(CallerError, match="has 2 tensors"):
         asyncio.run(ask({"key": (3, ("x", 1)), "leaves": (2,)}))

@@ -16,7 +16,7 @@ from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.pipeline import Pipeline
 from lightning_swarm.trainer.roster import Roster
 
-ANSWER = ({"effects": encode_tree({})[0], "compute_s": 0.01}, [])
+ANSWER = ({"effects": encode_tree({})[0], "compute_s": 0.01, "held_bytes": 0, "transfers": {}}, [])
 
 
 class Wire:
