@@ -1,7 +1,8 @@
 """Two stages, three workers each, one worker four times slower: does work flow to where the capacity is?
 
 The workers' computing is a pause of known length, so that all of them run at their own speed whatever the number of
-cores: 20 ms a microbatch, 80 ms on the slow one. Everything else is real: processes, transport, Lightning. Each
+cores: 100 ms a microbatch, 400 ms on the slow one. Everything else is real: processes, transport, Lightning. What these
+cost comes on top of the pauses, so shorter ones (``--pause 0.02``) show more of it. Each
 worker notes when it did each microbatch, and the figures are computed from these notes:
 
 * throughput of a step against the ideal split of its microbatches over the workers' speeds;
@@ -9,7 +10,7 @@ worker notes when it did each microbatch, and the figures are computed from thes
 * a worker that becomes four times slower in the middle: after how many more microbatches of its stage its share has
   followed.
 
-    python benchmarks/heterogeneous.py [--microbatches 256] [--json FILE]
+    python benchmarks/heterogeneous.py [--microbatches 192] [--pause 0.1] [--json FILE]
 """
 
 import argparse
@@ -28,7 +29,8 @@ from _report import Report, add_json_argument
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-WORKERS, STAGES, PAUSE_S, SLOWER = 6, 2, 0.02, 4.0
+WORKERS, STAGES, SLOWER = 6, 2, 4.0
+PAUSE_S = float(os.environ.get("HETEROGENEOUS_PAUSE_S", "0.1"))
 STEPS = 6
 SLOW_FROM = {0: 0, 1: 3}
 """Which local worker is slow, and from which step on."""
@@ -108,10 +110,10 @@ def read(file: Path) -> list[tuple[float, int]]:
     return [(float(when), int(step)) for when, step in (line.split() for line in file.read_text().splitlines())]
 
 
-def speed(index: int, step: int) -> float:
+def speed(index: int, step: int, pause_s: float) -> float:
     """Microbatches a second of a worker."""
     slow = index in SLOW_FROM and step >= SLOW_FROM[index]
-    return 1.0 / (PAUSE_S * (SLOWER if slow else 1.0))
+    return 1.0 / (pause_s * (SLOWER if slow else 1.0))
 
 
 def followed_after(done: list[tuple[float, int]], expected: float, window: int = 60) -> int:
@@ -129,19 +131,21 @@ def followed_after(done: list[tuple[float, int]], expected: float, window: int =
 def main() -> None:
     """Run the script, read the notes, print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--microbatches", type=int, default=256, help="a step")
+    parser.add_argument("--microbatches", type=int, default=192, help="a step")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds a microbatch takes a fast worker")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     add_json_argument(parser)
     arguments = parser.parse_args()
     if arguments.train is not None:
         train(arguments.microbatches, arguments.train)
         return
+    pause_s = arguments.pause
     report = Report(
-        "heterogeneous", microbatches=arguments.microbatches, workers=WORKERS, stages=STAGES, pause_s=PAUSE_S
+        "heterogeneous", microbatches=arguments.microbatches, workers=WORKERS, stages=STAGES, pause_s=pause_s
     )
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--train", folder, "--microbatches", str(arguments.microbatches)]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, env={**os.environ, "HETEROGENEOUS_PAUSE_S": str(pause_s)})
         notes = Path(folder)
         stages = {
             int(index): int(stage) for index, stage in (x.split() for x in (notes / "stages").read_text().splitlines())
@@ -151,7 +155,7 @@ def main() -> None:
     # Step 0 is when the workers join, step 1 when their speeds become known.
     for step in (2, STEPS - 1):
         elapsed = steps[step + 1][0] - steps[step][0]
-        capacity = min(sum(speed(i, step) for i, s in stages.items() if s == stage) for stage in range(STAGES))
+        capacity = min(sum(speed(i, step, pause_s) for i, s in stages.items() if s == stage) for stage in range(STAGES))
         ideal = arguments.microbatches / capacity
         report.figure(f"step {step}", arguments.microbatches / elapsed, "microbatches/s")
         report.ratio(f"step {step}: throughput / ideal split", ideal / elapsed, at_least=0.95)
@@ -160,7 +164,10 @@ def main() -> None:
         for index, stage in stages.items():
             by_stage[stage] += counts[index]
         worst = max(
-            abs(counts[i] / by_stage[s] - speed(i, step) / sum(speed(j, step) for j, t in stages.items() if t == s))
+            abs(
+                counts[i] / by_stage[s]
+                - speed(i, step, pause_s) / sum(speed(j, step, pause_s) for j, t in stages.items() if t == s)
+            )
             for i, s in stages.items()
         )
         report.ratio(f"step {step}: largest error of a worker's share", worst, at_most=0.05)
@@ -169,7 +176,7 @@ def main() -> None:
     after = sorted(
         (when, i) for i, s in stages.items() if s == stage for when, step in done[i] if step >= SLOW_FROM[slow]
     )
-    expected = speed(slow, STEPS) / sum(speed(i, STEPS) for i, s in stages.items() if s == stage)
+    expected = speed(slow, STEPS, pause_s) / sum(speed(i, STEPS, pause_s) for i, s in stages.items() if s == stage)
     report.ratio("microbatches until a change of speed is followed", followed_after(after, expected), at_most=20)
     report.finish(arguments.json)
 
