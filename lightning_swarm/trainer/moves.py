@@ -104,6 +104,16 @@ class Moves:
             self._began_s[worker.peer] = time.monotonic()
         return True
 
+    async def relieve(self) -> None:
+        """Do not let the pipeline wait for those who prepare for a stage that has lost its last worker meanwhile."""
+        for worker in list(self.roster.workers.values()):
+            async with self._boundary:
+                target = worker.moving_to
+                if target is None or self.roster.at_stage(target, ready=False):
+                    continue
+                if self.roster.workers.get(worker.peer) is worker and self._dispensable(worker):
+                    await self._send_at_once(worker)
+
     async def _send_at_once(self, worker: Worker) -> bool:
         """The pipeline stands still for want of a worker: one leaves its stage in the middle of the step and asks for
         another, which will be the empty one. What it held is repeated by others.
