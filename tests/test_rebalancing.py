@@ -223,14 +223,20 @@ def test_a_worker_with_too_little_memory_for_the_stage_does_not_move_there() -> 
 
 
 class Recording(Rebalancer):
-    """Ours, with short periods; threads share one core, so that none of their workers is ever busy."""
+    """Ours, from the moment when all workers are there; threads share one core, so none of them is ever busy."""
 
     def __init__(self, period_s: float, distort: Callable[[int, SwarmLoad], SwarmLoad] | None = None) -> None:
         super().__init__(period_s, saturated=0.0)
         self._distort = distort or (lambda number, load: load)
         self.readings: list[tuple[float, SwarmLoad, tuple[Move, ...]]] = []
+        self.begun = False
+
+    def begin(self, strategy: Any) -> None:
+        self.begun = True
 
     def decide(self, now: float, load: SwarmLoad) -> tuple[Move, ...]:
+        if not self.begun:
+            return ()
         load = self._distort(len(self.readings), load)
         moves = super().decide(now, load)
         self.readings.append((now, load, moves))
@@ -266,7 +272,7 @@ def test_five_and_one_end_as_three_and_three(
         wait(strategy, lambda: len(policy.moves) >= 2)
         arrival(strategy)
 
-    script = Script({3: balanced, 5: arrival})
+    script = Script({2: policy.begin, 3: balanced, 5: arrival})
     run = fit([script, Rebalancing(policy=policy)], workers=6)
     assert same(run, undisturbed)
     assert script.counts[0] == [5, 1] and script.counts[-1] == [3, 3]
@@ -287,7 +293,7 @@ def test_an_empty_stage_gets_a_worker_at_once(ordered: bool, undisturbed: Outcom
         for worker in strategy._session.roster.at_stage(1):
             strategy._local.kill(worker.peer)
 
-    run = fit([Script({3: empty}), Rebalancing(policy=policy)], workers=5)
+    run = fit([Script({1: policy.begin, 3: empty}), Rebalancing(policy=policy)], workers=5)
     assert same(run, undisturbed)
     assert counters(run)["moves"] >= 1 and counters(run)["stages lost"] == 0
 
@@ -302,7 +308,7 @@ def test_noise_and_a_false_reading_move_nobody_in_fifty_periods() -> None:
         return replace(load, workers=workers)
 
     policy = Recording(0.04, distort)
-    script = Script({3: lambda strategy: wait(strategy, lambda: len(policy.readings) >= 4 * 50)})
+    script = Script({1: policy.begin, 3: lambda s: wait(s, lambda: len(policy.readings) >= 4 * 50)})
     run = fit([script, Rebalancing(policy=policy)], workers=4, steps=5)
     assert script.counts == [[2, 2]] * 4
     assert counters(run)["moves"] == 0 and not policy.moves
@@ -317,7 +323,7 @@ def test_a_loss_is_healed_within_two_periods(monkeypatch: pytest.MonkeyPatch, un
         killed.append(strategy._session.roster.at_stage(1)[0].peer)
         strategy._local.kill(killed[0])
 
-    script = Script({3: kill, 5: lambda s: wait(s, lambda: len(policy.moves) == 1), 6: arrival})
+    script = Script({1: policy.begin, 3: kill, 5: lambda s: wait(s, lambda: len(policy.moves) == 1), 6: arrival})
     run = fit([script, Rebalancing(policy=policy)], workers=7)
     assert same(run, undisturbed)
     assert script.counts[0] == [4, 3] and script.counts[-1] == [3, 3]
