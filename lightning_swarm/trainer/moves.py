@@ -29,7 +29,7 @@ from lightning_swarm.trainer.roster import Roster, Worker
 
 log = logging.getLogger(__name__)
 
-_CALL_DEADLINE_S = 10.0
+_CALL_DEADLINE_S = 5.0
 
 
 class Moves:
@@ -62,10 +62,14 @@ class Moves:
         self._began_s: dict[str, float] = {}
 
     def allowed(self, worker: Worker) -> frozenset[int] | None:
-        """The stages that a worker's memory can hold besides its own; ``None``: all."""
+        """The stages that a worker's memory can hold; ``None``: all.
+
+        What is prepared lies in the host's memory: a worker that computes there needs room for both stages.
+        """
         if not worker.memory_bytes:
             return None
-        fitting = (s for s in range(self.roster.stages) if self._state_bytes(s) <= worker.memory_bytes)
+        taken = self._state_bytes(worker.stage) if worker.device.startswith("cpu") else 0
+        fitting = (s for s in range(self.roster.stages) if taken + self._state_bytes(s) <= worker.memory_bytes)
         return frozenset(fitting) | {worker.stage}
 
     async def order(self, move: Move) -> bool:
@@ -173,7 +177,8 @@ class Moves:
             self._pipeline.lose(worker.peer)
         else:
             log.info("Worker %s moves from stage %d to %d", worker.peer[-6:], worker.stage, worker.moving_to)
-            self.roster.move(worker.peer)
+            left = max(1, worker.memory_bytes - self._state_bytes(worker.moving_to)) if worker.memory_bytes else 0
+            self.roster.move(worker.peer, left)
 
     def _call_off(self, worker: Worker, why: str) -> None:
         log.warning("Worker %s stays at stage %d: %s", worker.peer[-6:], worker.stage, why)

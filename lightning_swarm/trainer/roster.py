@@ -118,14 +118,16 @@ class Roster:
             self._wiring.add(worker.stage, peer)
             self._notify()
 
-    def move(self, peer: str) -> None:
-        """A worker has left its stage for the one that it has prepared for, and will be admitted there."""
+    def move(self, peer: str, free_bytes: int = 0) -> None:
+        """A worker has left its stage for the one that it has prepared for, and will be admitted there; it has so much
+        memory for microbatches there (0: enough).
+        """
         worker = self.workers[peer]
         assert worker.moving_to is not None
         self._wiring.remove(peer)
         self._deadlines.forget(peer)
         worker.stage, worker.moving_to, worker.ready = worker.moving_to, None, False
-        worker.processed, worker.compute_s = 0, 0.0
+        worker.free_bytes, worker.processed, worker.compute_s = free_bytes, 0, 0.0
         self.counters["moves"] += 1
         self._notify()
 

@@ -8,6 +8,7 @@ the workers join again.
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import time
 from collections import Counter
@@ -131,7 +132,7 @@ class Session:
         self.roster: Roster | None = None
         self.pipeline: Pipeline | None = None
         self.moves: Moves | None = None
-        self._balancing: asyncio.Task[None] | None = None
+        self._balancing: concurrent.futures.Future[None] | None = None
         self._step_end: StepEnd | None = None
         self._count = 0
         self._evaluated = 0
@@ -246,6 +247,7 @@ class Session:
             if request.version != self.step:
                 raise PeerStale(f"the swarm is at step {self.step}, this worker at {request.version}")
             assert self.roster is not None
+            self._joined(worker.local_index, worker.stage)
             self.roster.admit(caller)
         return {}, []
 
@@ -456,7 +458,7 @@ class Session:
             lambda: tuple(stage.flops for stage in self.plan.stages) if self.plan is not None else (),
             lambda: (self._identity.session, self.step),
         )
-        self._balancing = asyncio.create_task(balancer.run(), name="rebalancing")
+        self._balancing = self._node.spawn(balancer.run(), "rebalancing")
 
     async def _take_snapshot(self) -> None:
         """Bring the trainer's copy up to date while training goes on."""
@@ -496,9 +498,10 @@ class Session:
 
     async def finish(self, failed: bool, outcome: Any) -> None:
         """The session is over: workers return from their Lightning call."""
-        for task in (self._snapshot, self._balancing):
-            if task is not None:
-                task.cancel()
+        if self._snapshot is not None:
+            self._snapshot.cancel()
+        if self._balancing is not None:
+            self._balancing.cancel()
         if self.roster is not None:
             await self._tell(list(self.roster.workers), FinishRequest(self._identity.session, False, failed, outcome))
 
