@@ -36,7 +36,7 @@ def make() -> pl.LightningModule:
 
 
 def fit(callbacks: list[pl.Callback], workers: int, steps: int = STEPS, **more: Any) -> Outcome:
-    """Two stages; gradients in float64."""
+    """Two stages; gradients in float64, and clipped."""
     swarm = {
         "workers": workers,
         "microbatches": 6,
@@ -44,7 +44,7 @@ def fit(callbacks: list[pl.Callback], workers: int, steps: int = STEPS, **more: 
         "snapshot_every_n_steps": 3,
         "startup_timeout": 60,
     }
-    return fit_swarm(make, CASE.loader(steps), CUTS, swarm=swarm, callbacks=callbacks, **more)
+    return fit_swarm(make, CASE.loader(steps), CUTS, swarm=swarm, callbacks=callbacks, gradient_clip_val=0.1, **more)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_running_buffers_move_along(reproducible: bool) -> None:
 
     def make_normed() -> pl.LightningModule:
         normed = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
-        return Regressor(nn.Sequential(*normed, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(4)))
+        return Regressor(nn.Sequential(*normed, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 4)))
 
     seen: list[set[str]] = []
 

@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ class WorkerService:
                 raise PeerStale(f"this worker has not reduced all of its gradients of step {request.step}")
             self._reduced = {}
             if self.incoming is not None:
-                self._queue_incoming(self.incoming, chosen, request)
+                self._queue_incoming(self.incoming, chosen, reduced, request)
             if server.version is None:
                 self._queued[request.step] = (reduced, request)
             else:
@@ -229,12 +229,19 @@ class WorkerService:
             self.outbox.drop(lambda key: str(key).startswith(finished))
         return {}, []
 
-    def _queue_incoming(self, incoming: Incoming, chosen: list[Reduced], request: CommitRequest) -> None:
+    def _queue_incoming(
+        self, incoming: Incoming, chosen: list[Reduced], applied: list[Reduced], request: CommitRequest
+    ) -> None:
         reduced = _all_of(incoming, chosen)
         if reduced is None:  # The trainer does not count on the move any more.
             self.incoming = None
-        else:
-            incoming.queue(request.step, reduced, request)
+            return
+        # The sums of parameters that both stages share become gradients here, which clipping changes in place.
+        kept = [
+            replace(r, vector=r.vector.clone()) if r.vector is not None and any(r is a for a in applied) else r
+            for r in reduced
+        ]
+        incoming.queue(request.step, kept, request)
 
     async def _apply(self, server: StageServer, reduced: list[Reduced], request: CommitRequest) -> None:
         hyperparameters = [decode_tree(group, []) for group in request.hyperparameters]
