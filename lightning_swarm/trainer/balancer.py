@@ -67,7 +67,7 @@ class Balancer:
                 return
 
     async def _balance(self, moves: Moves) -> None:
-        await moves.relieve()
+        moves.relieve()
         load = await self.read(moves)
         stages = stage_loads(load)
         session, step = self._position()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from lightning_swarm.policies.rebalancing import Move
-from lightning_swarm.swarm.calls import Assignment, FinishRequest, MoveRequest, PreparedRequest
+from lightning_swarm.swarm.calls import Assignment, MoveRequest, PreparedRequest
 from lightning_swarm.swarm.errors import PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.trainer.pipeline import Pipeline
@@ -76,8 +76,8 @@ class Moves:
         """Begin a move.
 
         Returns:
-            Whether the worker prepares for it (or serves the new stage already); it may have left, or be the last of
-            its stage by now.
+            Whether the worker prepares for it, or all workers are spread anew because nobody is at the new stage. The
+            worker may have left, or be the last of its stage by now.
         """
         async with self._boundary:
             worker = self.roster.workers.get(move.peer)
@@ -87,7 +87,9 @@ class Moves:
             if allowed is not None and move.target not in allowed:
                 return False
             if not self.roster.at_stage(move.target, ready=False):
-                return await self._send_at_once(worker)
+                # Nothing gets through the pipeline, so there will be no next step to switch at.
+                self.roster.abandon(move.target)
+                return True
             assignment = self._assignment(move.target)
             if assignment is None:
                 return False
@@ -108,32 +110,11 @@ class Moves:
             self._began_s[worker.peer] = time.monotonic()
         return True
 
-    async def relieve(self) -> None:
+    def relieve(self) -> None:
         """Do not let the pipeline wait for those who prepare for a stage that has lost its last worker meanwhile."""
-        for worker in list(self.roster.workers.values()):
-            async with self._boundary:
-                target = worker.moving_to
-                if target is None or self.roster.at_stage(target, ready=False):
-                    continue
-                if self.roster.workers.get(worker.peer) is worker and self._dispensable(worker):
-                    await self._send_at_once(worker)
-
-    async def _send_at_once(self, worker: Worker) -> bool:
-        """The pipeline stands still for want of a worker: one leaves its stage in the middle of the step and asks for
-        another, which will be the empty one. What it held is repeated by others.
-        """
-        assignment = self._assignment(worker.stage)
-        if assignment is None:
-            return False
-        self._pipeline.lose(worker.peer)
-        request = FinishRequest(assignment.session, True, False, None)
-        try:
-            await self._node.call(worker.peer, "finish", request.to_dict(), deadline_s=_CALL_DEADLINE_S)
-        except SwarmError as error:
-            log.info("Worker %s did not hear that another stage needs it: %s", worker.peer[-6:], error)
-            return False
-        self.roster.counters["moves"] += 1
-        return True
+        for worker in self.roster.workers.values():
+            if worker.moving_to is not None and not self.roster.at_stage(worker.moving_to, ready=False):
+                self.roster.abandon(worker.moving_to)
 
     def prepared(self, caller: str, request: PreparedRequest) -> None:
         """A worker holds the state of the stage that it is to move to, or could not get it.

@@ -54,10 +54,10 @@ class StartupTimeout(SwarmError):
 
 
 class StageLost(SwarmError):
-    """Nobody has the current state of a stage any more."""
+    """Nobody serves a stage any more; the workers have to be spread anew."""
 
     def __init__(self, stage: int) -> None:
-        super().__init__(f"Stage {stage} has lost its last worker, and with it its state of the current step.")
+        super().__init__(f"Stage {stage} has lost its last worker.")
         self.stage = stage
 
 
@@ -91,6 +91,7 @@ class Roster:
         self._bans = BanList()
         self._deadlines = Deadlines()
         self._downloads = ServiceTime()
+        self._abandoned: set[int] = set()
         self._changed = asyncio.Event()
 
     # Membership
@@ -154,6 +155,10 @@ class Roster:
         counts = Counter(worker.stages[-1] for worker in self.workers.values())
         return min(possible, key=lambda stage: (counts[stage], stage))
 
+    def abandon(self, stage: int) -> None:
+        """Wait no longer for a new worker of a stage that has none: it counts as lost, and all are spread anew."""
+        self._abandoned.add(stage)
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -162,7 +167,7 @@ class Roster:
         """Until every stage has a worker that is ready.
 
         Raises:
-            StageLost: A stage has no worker, and its state is nowhere.
+            StageLost: A stage has no worker, and its state is nowhere or others can spare one.
             StartupTimeout: Names the stages that had none for ``startup_timeout``.
         """
         started = said = time.monotonic()
@@ -172,7 +177,9 @@ class Roster:
                 return
             self._check()
             for stage in empty:
-                if not self.at_stage(stage, ready=False) and not self._replaceable():
+                if self.at_stage(stage, ready=False):
+                    self._abandoned.discard(stage)
+                elif stage in self._abandoned or not self._replaceable():
                     raise StageLost(stage)
             now = time.monotonic()
             names = ", ".join(map(str, empty))
