@@ -37,6 +37,7 @@ from lightning_swarm._compat import (
     replace_run_stage,
     restore_run_stage,
 )
+from lightning_swarm.policies.rebalancing import RebalancingPolicy
 from lightning_swarm.slicing.plan import CutError, Plan, make_plan, make_signature
 from lightning_swarm.swarm.calls import Context, FinishRequest, JoinRequest
 from lightning_swarm.swarm.errors import RemoteError, SwarmError
@@ -764,11 +765,19 @@ class SwarmStrategy(Strategy):
         """
         return make_plan(model, self._split(batch)[0].batch, self.stages, step, (0,))
 
+    def rebalance(self, policy: RebalancingPolicy) -> None:
+        """Let a policy move workers between the stages for the rest of this Lightning call; on the trainer only.
+
+        :class:`~lightning_swarm.callbacks.Rebalancing` does this.
+        """
+        if self._session is not None and isinstance(self._peer, TrainerPeer):
+            self._peer.run(self._session.rebalance(policy))
+
     def report(self) -> dict[str, Any]:
         """What the swarm has done in this Lightning call, or did in the last one.
 
         Returns:
-            ``step``, ``elapsed_s``, ``samples``, ``counters`` (joins, leaves, bans, failures by cause, lost
+            ``step``, ``elapsed_s``, ``samples``, ``counters`` (joins, leaves, moves, bans, failures by cause, lost
             microbatches, stages lost, steps repeated), ``trainer`` (its bytes) and ``workers``, a row each: stage,
             peer, device, microbatches and share of its stage's, seconds in forward, backward, waiting, reduction and
             commit, bytes sent and received.

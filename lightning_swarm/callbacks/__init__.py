@@ -1,5 +1,6 @@
-"""Callbacks that look into the swarm."""
+"""Callbacks that look into the swarm and keep it in balance."""
 
 from lightning_swarm.callbacks.monitor import SwarmMonitor
+from lightning_swarm.callbacks.rebalancing import Rebalancing
 
-__all__ = ["SwarmMonitor"]
+__all__ = ["Rebalancing", "SwarmMonitor"]

@@ -116,14 +116,15 @@ class _Allocation:
     slowest: list[float]
     moved: set[int] = field(default_factory=set)
 
-    def candidates(self, stage: int) -> Iterator[tuple[WorkerLoad, float, int]]:
-        """Workers of the stage that may go, each with its speed and index."""
+    def candidates(self, stage: int, target: int) -> Iterator[tuple[WorkerLoad, float, int]]:
+        """Workers of the stage that may go to another one, each with its speed and index."""
         for index, worker in enumerate(self.workers):
             if (
                 worker.stage == stage
                 and not (worker.joining or worker.leaving)
                 and worker.moving_to is None
                 and index not in self.moved
+                and (worker.allowed is None or target in worker.allowed)
             ):
                 yield worker, self.speeds[index], index
 
@@ -326,7 +327,7 @@ class Rebalancer:
                 break
             if plan.movable[source] < 2 or plan.capacity[source] - plan.slowest[source] / costs[source] <= weakest:
                 continue
-            for worker, speed, index in plan.candidates(source):
+            for worker, speed, index in plan.candidates(source, target):
                 value = min(
                     plan.capacity[source] - speed / costs[source], plan.capacity[target] + speed / costs[target]
                 )
@@ -365,7 +366,10 @@ class PaperRebalancer:
         if not sources:
             return ()
         source = min(sources, key=lambda stage: loads[stage])
-        idle = min(free[source], key=lambda worker: (worker.queue_s, worker.busy_share or 0.0, worker.peer))
+        able = [worker for worker in free[source] if worker.allowed is None or target in worker.allowed]
+        if not able:
+            return ()
+        idle = min(able, key=lambda worker: (worker.queue_s, worker.busy_share or 0.0, worker.peer))
         before = tuple(capacities(load)[0])
         return (Move(idle.peer, source, target, before, before),)
 

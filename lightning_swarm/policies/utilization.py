@@ -73,6 +73,7 @@ class WorkerLoad:
         moving_to: the stage whose state it downloads while it still serves ``stage``.
         joining: it downloads its first state and serves nothing yet.
         leaving: it has announced that it will be gone (a spot notice) but still serves.
+        allowed: the stages that fit into its memory; None for all.
     """
 
     peer: str
@@ -84,6 +85,7 @@ class WorkerLoad:
     moving_to: int | None = None
     joining: bool = False
     leaving: bool = False
+    allowed: frozenset[int] | None = None
 
     @property
     def destination(self) -> int:

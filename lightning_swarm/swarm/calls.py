@@ -1,25 +1,28 @@
 """The calls of the protocol and what they carry.
 
-==========  ========  ==========================================================================================
-call        to        meaning
-==========  ========  ==========================================================================================
-``join``    trainer   I would serve; the answer says which stage, under which plan, and who has its state
-``ready``   trainer   I hold my stage's state (or fetch it still and receive the steps meanwhile)
-``leave``   trainer   I am going
-``ping``    trainer   are you there, and is this still your session?
-``process`` worker    make sure that one microbatch is accumulated (or evaluated) at your stage
-``fetch``   any peer  the tensors of one entry of your outbox, as soon as they exist
-``reduce``  worker    check that you accumulated exactly these microbatches, then sum gradients with the group
-``commit``  worker    apply the reduced gradients: you are at the next step then
-``state``   any peer  parameters, buffers and optimizer state of a stage
-``finish``  worker    the session is over
-==========  ========  ==========================================================================================
+============ ========  ==========================================================================================
+call         to        meaning
+============ ========  ==========================================================================================
+``join``     trainer   I would serve; the answer says which stage, under which plan, and who has its state
+``ready``    trainer   I hold my stage's state (or fetch it still and receive the steps meanwhile)
+``prepared`` trainer   I hold the state of the stage that I am to move to, or cannot get it
+``leave``    trainer   I am going
+``ping``     trainer   are you there, and is this still your session?
+``process``  worker    make sure that one microbatch is accumulated (or evaluated) at your stage
+``fetch``    any peer  the tensors of one entry of your outbox, as soon as they exist
+``reduce``   worker    check that you accumulated exactly these microbatches, then sum gradients with the group
+``commit``   worker    apply the reduced gradients: you are at the next step then
+``state``    any peer  parameters, buffers and optimizer state of a stage
+``move``     worker    prepare for another stage; later: serve it from now on
+``finish``   worker    the session is over
+``stats``    worker    what have you done so far, and what waits for you?
+============ ========  ==========================================================================================
 
 All are idempotent: a repeated call finds its work done and answers the same.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_swarm.swarm.messages import Message
 
@@ -144,6 +147,11 @@ class Group(Message):
     members: tuple[GroupMember, ...]
 
 
+def buffers_group(stage: int) -> str:
+    """The name of the group that averages a stage's running buffers."""
+    return f"buffers{stage}"
+
+
 @dataclass(frozen=True)
 class ReduceRequest(Message):
     """First phase of a step's end."""
@@ -195,6 +203,33 @@ class ReadyRequest(Message):
     stage: int
     version: int
     """The step whose parameters it holds."""
+
+
+@dataclass(frozen=True)
+class MoveRequest(Message):
+    """A worker is to serve another stage."""
+
+    session: int
+    plan_version: int
+    stage: int
+    """The other one."""
+    action: Literal["prepare", "switch"]
+    """``prepare``: get ready for it while you serve yours. ``switch``: leave yours, this is the beginning of a step."""
+    step: int
+    """The step that is under way; with ``switch`` the one that begins."""
+    assignment: dict[str, Any] | None = None
+    """With ``prepare``."""
+
+
+@dataclass(frozen=True)
+class PreparedRequest(Message):
+    """A worker that is to move holds the other stage's state."""
+
+    session: int
+    plan_version: int
+    stage: int
+    problem: str = ""
+    """Why it does not and will not; empty: it does."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +289,38 @@ class WorkerStats(Message):
     bytes_sent: int
     bytes_received: int
     outbox_bytes: int
+    busy_s: float
+    """For which its compute thread computed since it came."""
+    queue_s: float
+    """Of computing that wait for it now."""
+
+
+@dataclass(frozen=True)
+class StageLoad(Message):
+    """How much there is to do at a stage; means over its workers."""
+
+    workers: int
+    busy_share: float
+    """Of the time since the last reading, 0 to 1."""
+    queue_s: float
+    """Seconds of computing that wait for a worker."""
+    microbatches_per_s: float
+    """What all of them together can do, as measured; workers that have done none yet are not in it."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.workers} workers, {self.busy_share:.0%} busy, {self.queue_s:.3g} s queued, "
+            f"{self.microbatches_per_s:.3g} microbatches/s"
+        )
+
+
+@dataclass(frozen=True)
+class LoadRecord(Message):
+    """What the trainer announces of the stages' loads, each time when it reads them."""
+
+    session: int
+    step: int
+    stages: tuple[StageLoad, ...]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_swarm.policies.banning import Cause
 from lightning_swarm.slicing.plan import Plan
-from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, ReduceReply, ReduceRequest
+from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, ReduceReply, ReduceRequest, buffers_group
 from lightning_swarm.swarm.errors import (
     CallerError,
     DeadlineExceeded,
@@ -303,19 +303,23 @@ class StepEnd:
         training = self._plan.signatures.get("training_step")
         for index, written in enumerate(training.written if training is not None else ()):
             if written:
-                groups.append(Group(f"buffers{index}", (), self._members((index,), workers, contributors)))
+                groups.append(Group(buffers_group(index), (), self._members((index,), workers, contributors)))
         return groups
 
     @staticmethod
     def _members(
         stages: tuple[int, ...], workers: list[Worker], contributors: dict[int, set[str]]
     ) -> tuple[GroupMember, ...]:
-        return tuple(
-            GroupMember(worker.peer, 1.0, worker.peer in contributors.get(stage, ()))
+        """A worker that moves to another stage is a member there, too, and contributes where it serves."""
+        members = {
+            worker.peer: GroupMember(
+                worker.peer, 1.0, worker.stage in stages and worker.peer in contributors.get(worker.stage, ())
+            )
             for stage in stages
             for worker in sorted(workers, key=lambda w: w.peer)
-            if worker.stage == stage
-        )
+            if stage in worker.stages
+        }
+        return tuple(members.values())
 
 
 def _culprits(errors: dict[str, SwarmError], members: Collection[str]) -> dict[str, SwarmError]:

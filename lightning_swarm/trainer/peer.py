@@ -43,7 +43,9 @@ class TrainerPeer:
         self._speaking: asyncio.Task[None] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
-        self._switchboard = Switchboard(node, ["trainer", "join", "ready", "leave", "ping", "state", "next"])
+        self._switchboard = Switchboard(
+            node, ["trainer", "join", "ready", "prepared", "leave", "ping", "state", "next"]
+        )
         self._plug()
         node.run(node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S))
         node.spawn(self._announce(), "announcing the trainer")

@@ -154,10 +154,11 @@ class Pipeline:
                 if isinstance(error, NodeClosed) and error.peer is None:
                     raise
                 log.debug("Microbatch %s: %s failed at stage %d: %s", flight.name, worker[-6:], stage, error)
-                if worker in self._roster.workers:  # Else it has left, or was given up: nobody's fault any more.
+                if self._roster.workers.get(worker) is membership:
+                    # Else it has left, was given up, or has joined again, perhaps elsewhere: nobody's fault any more.
                     self._roster.failed(worker, stage, _CAUSES[type(error)], str(error))
-                if not isinstance(error, PeerBusy):
-                    self.lose(worker)
+                    if not isinstance(error, PeerBusy):
+                        self.lose(worker)
                 if flight.route[stage] == worker:
                     await self._reroute(flight, stage, excluding=worker)
                 await asyncio.sleep(min(0.05 * attempt, 1.0))

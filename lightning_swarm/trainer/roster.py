@@ -15,6 +15,7 @@ from typing import Any
 from lightning_swarm.policies.banning import BanList, Cause
 from lightning_swarm.policies.deadlines import Deadlines
 from lightning_swarm.policies.routing import LinkCosts, StageEmpty, StochasticWiring
+from lightning_swarm.policies.utilization import ServiceTime
 from lightning_swarm.swarm.errors import SwarmError
 
 log = logging.getLogger(__name__)
@@ -30,11 +31,22 @@ class Worker:
     local_index: int
     free_bytes: int = 0
     """Memory for microbatches; 0: it does not say."""
+    memory_bytes: int = 0
+    """What it can hold at all; 0: it does not say."""
     ready: bool = False
     """Whether it holds the current step's state and gets tasks."""
+    moving_to: int | None = None
+    """The stage that it prepares for; it takes part in that stage's reductions, without contributing."""
+    prepared: bool = False
+    """Whether it has that stage's state."""
     joined_s: float = field(default_factory=time.monotonic)
     processed: int = 0
     compute_s: float = 0.0
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages in whose reductions it takes part."""
+        return (self.stage,) if self.moving_to is None else (self.stage, self.moving_to)
 
 
 class StartupTimeout(SwarmError):
@@ -42,10 +54,10 @@ class StartupTimeout(SwarmError):
 
 
 class StageLost(SwarmError):
-    """Nobody has the current state of a stage any more."""
+    """Nobody serves a stage any more; the workers have to be spread anew."""
 
     def __init__(self, stage: int) -> None:
-        super().__init__(f"Stage {stage} has lost its last worker, and with it its state of the current step.")
+        super().__init__(f"Stage {stage} has lost its last worker.")
         self.stage = stage
 
 
@@ -78,14 +90,20 @@ class Roster:
         self._wiring = StochasticWiring(stages, edge_cost=self._links)
         self._bans = BanList()
         self._deadlines = Deadlines()
+        self._downloads = ServiceTime()
+        self._abandoned: set[int] = set()
         self._changed = asyncio.Event()
 
     # Membership
 
-    def join(self, peer: str, device: str, local_index: int, stage: int, free_bytes: int = 0) -> Worker:
-        """A worker was assigned a stage and fetches its state; it has so much memory for microbatches (0: enough)."""
+    def join(
+        self, peer: str, device: str, local_index: int, stage: int, free_bytes: int = 0, memory_bytes: int = 0
+    ) -> Worker:
+        """A worker was assigned a stage and fetches its state; it has so much memory for microbatches, and in all (0:
+        enough).
+        """
         self.remove(peer)
-        self.workers[peer] = Worker(peer, stage, device, local_index, free_bytes)
+        self.workers[peer] = Worker(peer, stage, device, local_index, free_bytes, memory_bytes)
         self.counters["joins"] += 1
         return self.workers[peer]
 
@@ -94,9 +112,25 @@ class Roster:
         worker = self.workers[peer]
         if not worker.ready:
             worker.ready = True
+            if not worker.prepared:
+                self.downloaded(time.monotonic() - worker.joined_s)
+            worker.prepared = False
             self._bans.announced(peer, time.monotonic(), restarted=True)
             self._wiring.add(worker.stage, peer)
             self._notify()
+
+    def move(self, peer: str, free_bytes: int = 0) -> None:
+        """A worker has left its stage for the one that it has prepared for, and will be admitted there; it has so much
+        memory for microbatches there (0: enough).
+        """
+        worker = self.workers[peer]
+        assert worker.moving_to is not None
+        self._wiring.remove(peer)
+        self._deadlines.forget(peer)
+        worker.stage, worker.moving_to, worker.ready = worker.moving_to, None, False
+        worker.free_bytes, worker.processed, worker.compute_s = free_bytes, 0, 0.0
+        self.counters["moves"] += 1
+        self._notify()
 
     def remove(self, peer: str) -> None:
         """A worker has left or was given up."""
@@ -116,9 +150,14 @@ class Roster:
 
     def neediest_stage(self, possible: Sequence[int]) -> int:
         """Where the next worker should go: of the possible stages the one with the fewest workers, the first of
-        them.
+        them; workers that move count where they will be.
         """
-        return min(possible, key=lambda stage: (len(self.at_stage(stage, ready=False)), stage))
+        counts = Counter(worker.stages[-1] for worker in self.workers.values())
+        return min(possible, key=lambda stage: (counts[stage], stage))
+
+    def abandon(self, stage: int) -> None:
+        """Wait no longer for a new worker of a stage that has none: it counts as lost, and all are spread anew."""
+        self._abandoned.add(stage)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -128,7 +167,7 @@ class Roster:
         """Until every stage has a worker that is ready.
 
         Raises:
-            StageLost: A stage has no worker, and its state is nowhere.
+            StageLost: A stage has no worker, and its state is nowhere or others can spare one.
             StartupTimeout: Names the stages that had none for ``startup_timeout``.
         """
         started = said = time.monotonic()
@@ -138,7 +177,9 @@ class Roster:
                 return
             self._check()
             for stage in empty:
-                if not self.at_stage(stage, ready=False) and not self._replaceable():
+                if self.at_stage(stage, ready=False):
+                    self._abandoned.discard(stage)
+                elif stage in self._abandoned or not self._replaceable():
                     raise StageLost(stage)
             now = time.monotonic()
             names = ", ".join(map(str, empty))
@@ -198,7 +239,20 @@ class Roster:
         ahead = self._wiring.outstanding(peer) if call == "process" else 0
         return self._deadlines.deadline_s(peer, stage, call, ahead=ahead)
 
+    def service_s(self, peer: str) -> float | None:
+        """Measured seconds that a worker computes for a microbatch."""
+        return self._wiring.measured_s(peer) if self._wiring.stage_of(peer) is not None else None
+
+    @property
+    def download_s(self) -> float | None:
+        """How long it takes to get a stage's state, as measured; ``None`` before the first."""
+        return self._downloads.seconds
+
     # What happened
+
+    def downloaded(self, seconds: float) -> None:
+        """A worker has got a stage's state."""
+        self._downloads.update(seconds)
 
     def completed(self, peer: str, stage: int, compute_s: float, held_bytes: int = 0) -> None:
         """A worker has done a microbatch in so many seconds of computing, and held so many bytes for its backward pass.
@@ -268,6 +322,7 @@ class Roster:
                 "local_index": worker.local_index,
                 "device": worker.device,
                 "ready": worker.ready,
+                "moving_to": worker.moving_to,
                 "microbatches": worker.processed,
                 "share": worker.processed / max(1, by_stage[worker.stage]),
                 "microbatches_per_s": worker.processed / worker.compute_s if worker.compute_s else 0.0,

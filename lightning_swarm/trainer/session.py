@@ -8,6 +8,7 @@ the workers join again.
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_swarm.policies.rebalancing import RebalancingPolicy
 from lightning_swarm.slicing.plan import Plan, StepSignature
 from lightning_swarm.slicing.seeds import replay_seed
 from lightning_swarm.swarm.calls import (
@@ -25,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     FinishRequest,
     JoinReply,
     JoinRequest,
+    PreparedRequest,
     ReadyRequest,
     StateRequest,
     WorkerRecord,
@@ -32,9 +35,11 @@ from lightning_swarm.swarm.calls import (
 )
 from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
 from lightning_swarm.trainer.flight import Flight, Job
 from lightning_swarm.trainer.microbatches import Microbatch
+from lightning_swarm.trainer.moves import Moves
 from lightning_swarm.trainer.origin import Origin
 from lightning_swarm.trainer.pipeline import Pipeline
 from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
@@ -126,6 +131,8 @@ class Session:
         self._planned: frozenset[str] = frozenset()
         self.roster: Roster | None = None
         self.pipeline: Pipeline | None = None
+        self.moves: Moves | None = None
+        self._balancing: concurrent.futures.Future[None] | None = None
         self._step_end: StepEnd | None = None
         self._count = 0
         self._evaluated = 0
@@ -141,7 +148,14 @@ class Session:
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         """The calls that the trainer answers."""
-        return {"join": self.join, "ready": self.ready, "leave": self.leave, "ping": self.ping, "state": self.state}
+        return {
+            "join": self.join,
+            "ready": self.ready,
+            "prepared": self.prepared,
+            "leave": self.leave,
+            "ping": self.ping,
+            "state": self.state,
+        }
 
     # Calls of workers
 
@@ -168,27 +182,35 @@ class Session:
             if caller in self.roster.workers:
                 self.pipeline.lose(caller)
             stage = self.roster.neediest_stage(self._stages_that_fit(caller, request.memory_bytes))
-            donors = [worker.peer for worker in self.roster.at_stage(stage)]
-            if self.origin.version == self.step:
-                donors.append(self._node.peer_id)
-            if not donors:
+            assignment = self._assignment(stage)
+            if assignment is None:
                 return JoinReply("wait").to_dict(), []
-            free_bytes = max(1, request.memory_bytes - self._state_bytes(stage)) if request.memory_bytes else 0
-            self.roster.join(caller, request.device, request.local_index, stage, free_bytes)
+            memory = request.memory_bytes
+            free_bytes = max(1, memory - self._state_bytes(stage)) if memory else 0
+            self.roster.join(caller, request.device, request.local_index, stage, free_bytes, memory)
             self._joined(request.local_index, stage)
-            assignment = Assignment(
-                session=identity.session,
-                plan=self.plan.to_dict(),
-                plan_version=self._plan_version,
-                stage=stage,
-                step=self.step,
-                donors=tuple(donors),
-                codec=self._settings.codec,
-                reduce_codec=self._settings.reduce_codec,
-                reproducible=self._settings.reproducible,
-            )
         log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
+
+    def _assignment(self, stage: int) -> Assignment | None:
+        """What a worker of this stage has to know; ``None`` while nobody could give it the stage's state."""
+        assert self.plan is not None and self.roster is not None
+        donors = [worker.peer for worker in self.roster.at_stage(stage)]
+        if self.origin.version == self.step:
+            donors.append(self._node.peer_id)
+        if not donors:
+            return None
+        return Assignment(
+            session=self._identity.session,
+            plan=self.plan.to_dict(),
+            plan_version=self._plan_version,
+            stage=stage,
+            step=self.step,
+            donors=tuple(donors),
+            codec=self._settings.codec,
+            reduce_codec=self._settings.reduce_codec,
+            reproducible=self._settings.reproducible,
+        )
 
     def _stages_that_fit(self, worker: str, memory_bytes: int) -> list[int]:
         """The stages that a worker's memory can hold.
@@ -225,7 +247,16 @@ class Session:
             if request.version != self.step:
                 raise PeerStale(f"the swarm is at step {self.step}, this worker at {request.version}")
             assert self.roster is not None
+            self._joined(worker.local_index, worker.stage)
             self.roster.admit(caller)
+        return {}, []
+
+    async def prepared(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """A worker holds the state of the stage that it is to move to."""
+        request = PreparedRequest.from_dict(header)
+        if self.moves is None or request.plan_version != self._plan_version:
+            raise PeerStale("there is another plan by now")
+        self.moves.prepared(caller, request)
         return {}, []
 
     async def leave(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
@@ -267,6 +298,7 @@ class Session:
         )
         self.pipeline = Pipeline(self._node, self.roster, self._settings.in_flight)
         self._step_end = StepEnd(self._node, self.roster, self.pipeline, plan, self._identity.session)
+        self.moves = Moves(self._node, self.roster, self.pipeline, self._boundary, self._assignment, self._state_bytes)
         self._planned_event.set()
         if replaced is not None and old is not None:
             await self._tell(list(old.workers), FinishRequest(self._identity.session, True, False, None))
@@ -404,14 +436,29 @@ class Session:
             self._snapshot = asyncio.create_task(self._take_snapshot(), name="snapshot")
 
     async def _finish(self, ending: StepEnding) -> None:
-        assert self._step_end is not None
+        assert self._step_end is not None and self.moves is not None
         await self._step_end.finish(
             self.step, list(ending.hyperparameters), ending.clipping, self._boundary, self._committed
         )
+        await self.moves.switch(self._identity.session, self._plan_version, self.step)
 
     def _committed(self) -> None:
         self.step += 1
         self._count = self._evaluated = 0
+
+    async def rebalance(self, policy: RebalancingPolicy) -> None:
+        """From now on this policy decides which workers move between the stages, in place of an earlier one."""
+        if self._balancing is not None:
+            self._balancing.cancel()
+        self.counters["moves"] += 0
+        balancer = Balancer(
+            self._node,
+            policy,
+            lambda: self.moves,
+            lambda: tuple(stage.flops for stage in self.plan.stages) if self.plan is not None else (),
+            lambda: (self._identity.session, self.step),
+        )
+        self._balancing = self._node.spawn(balancer.run(), "rebalancing")
 
     async def _take_snapshot(self) -> None:
         """Bring the trainer's copy up to date while training goes on."""
@@ -453,6 +500,8 @@ class Session:
         """The session is over: workers return from their Lightning call."""
         if self._snapshot is not None:
             self._snapshot.cancel()
+        if self._balancing is not None:
+            self._balancing.cancel()
         if self.roster is not None:
             await self._tell(list(self.roster.workers), FinishRequest(self._identity.session, False, failed, outcome))
 

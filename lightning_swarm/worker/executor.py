@@ -50,6 +50,7 @@ class Executor:
         self._stopped = False
         self._started_s: float | None = None
         self.busy_s = dict.fromkeys(Priority, 0.0)
+        self._ran = dict.fromkeys(Priority, 0)
 
     async def do(self, priority: Priority, function: Callable[[], T], order: int = 0) -> T:
         """Run ``function`` on the compute thread and return its result; closures of one priority go by ``order``.
@@ -70,6 +71,13 @@ class Executor:
     def queued(self) -> int:
         """Closures that wait for the compute thread."""
         return len(self._queue)
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds of computing that wait for the compute thread, by what closures of their priority took so far."""
+        with self._wake:
+            waiting = [Priority(priority) for priority, *_ in self._queue]
+        return sum(self.busy_s[priority] / max(1, self._ran[priority]) for priority in waiting)
 
     def computing_s(self) -> float:
         """For how long the closure that runs now has run; 0 between closures."""
@@ -97,6 +105,7 @@ class Executor:
                     result, error = None, exception
                 self._started_s = None
                 self.busy_s[Priority(priority)] += time.perf_counter() - started
+                self._ran[Priority(priority)] += 1
             self._settle(loop, future, result, error)
             del function, result, error, future
 

@@ -2,6 +2,11 @@
 
 The compute thread is the thread that calls :meth:`Member.serve` (a worker's main thread, inside ``trainer.fit``); the
 coroutine that lives this life runs on the node's event loop beside it.
+
+A worker may be moved to another stage. It goes on serving its own while it fetches the state of the other one and
+receives that stage's steps (:mod:`~lightning_swarm.worker.incoming`). It says when it is ready, and at the beginning of
+a step the trainer lets it switch: it serves nothing for as long as it takes to build the new stage and to apply the
+steps that came after the state, which needs nothing from the network.
 """
 
 import asyncio
@@ -13,7 +18,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm.swarm.calls import (
@@ -22,6 +27,8 @@ from lightning_swarm.swarm.calls import (
     FinishRequest,
     JoinReply,
     JoinRequest,
+    MoveRequest,
+    PreparedRequest,
     ReadyRequest,
     StateRequest,
 )
@@ -29,7 +36,8 @@ from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.worker.executor import Executor, Priority
-from lightning_swarm.worker.service import WorkerService
+from lightning_swarm.worker.incoming import Incoming, Shapes
+from lightning_swarm.worker.service import Reply, WorkerService
 from lightning_swarm.worker.stage_server import StageServer
 from lightning_swarm.worker.state import StageState
 
@@ -93,6 +101,9 @@ class Member:
         self._executor = Executor()
         self.service = WorkerService(node, self._executor)
         self._names = _names_by_group(hosted.module, hosted.optimizer)
+        self._shapes = Shapes.of(hosted.module)
+        self._taking: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
 
     def serve(self) -> FinishRequest:
         """Work on the calling thread until the trainer ends the session.
@@ -129,7 +140,7 @@ class Member:
         self._node.spawn(leave(), "leaving")
 
     async def _live(self) -> FinishRequest:
-        self._switchboard.plug(self.service.handlers())
+        self._switchboard.plug({**self.service.handlers(), "move": self._move})
         trainer = self._trainer
         while True:
             reply = await self._ask(trainer)
@@ -139,11 +150,12 @@ class Member:
                 return FinishRequest(self._hosted.request.session, False, reply.action == "end", None)
             assert reply.assignment is not None
             self.service.finished = asyncio.get_running_loop().create_future()
-            taking = asyncio.create_task(self._take(trainer, Assignment.from_dict(reply.assignment)))
+            self._taking = asyncio.create_task(self._take(trainer, Assignment.from_dict(reply.assignment)))
             try:
-                finish = await self._until_finished(trainer, taking)
+                finish = await self._until_finished(trainer)
             finally:
-                taking.cancel()
+                self._taking.cancel()
+                self._stay()
             if not finish.reassign:
                 return finish
 
@@ -162,8 +174,8 @@ class Member:
                     raise TrainerGone(f"The trainer does not answer: {error}", trainer) from error
                 await asyncio.sleep(0.5)
 
-    async def _take(self, trainer: str, assignment: Assignment) -> None:
-        """Become a worker of the assigned stage."""
+    async def _take(self, trainer: str, assignment: Assignment, incoming: Incoming | None = None) -> None:
+        """Become a worker of the assigned stage; its state is there already if it was incoming."""
         hosted = self._hosted
         self.service.end()
         server = await self._executor.do(
@@ -181,9 +193,9 @@ class Member:
         )
         if hosted.optimizer is not None:
             _narrow(hosted.optimizer, self._names, server.stage.owned_parameters())
-        self.service.begin(server, hosted.optimizer)
-        state = await self._download(assignment)
-        await self.service.load(state)
+        self.service.begin(server, hosted.optimizer, incoming)
+        state = incoming.state if incoming is not None else None
+        await self.service.load(state or await self._download(assignment))
         while True:
             version = server.version
             ready = ReadyRequest(assignment.session, assignment.plan_version, assignment.stage, version or 0)
@@ -194,6 +206,50 @@ class Member:
                 # A commit may have come while we asked; if none has, we are where the swarm is not.
                 if server.version == version:
                     raise
+
+    async def _move(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """The trainer wants this worker at another stage."""
+        request = MoveRequest.from_dict(header)
+        service, incoming = self.service, self.service.incoming
+        ours = service.server.assignment if service.server is not None else None
+        if ours is None or (ours.session, ours.plan_version) != (request.session, request.plan_version):
+            raise PeerStale("this worker serves no stage of that plan")
+        if request.action == "prepare":
+            if service.server is None or service.server.version != request.step or request.assignment is None:
+                raise PeerStale(f"this worker is not at step {request.step}")
+            self._stay()
+            assignment = Assignment.from_dict(request.assignment)
+            service.incoming = Incoming(assignment, self._shapes)
+            self._preparing = asyncio.create_task(self._prepare(service.incoming))
+        elif ours.stage != request.stage:
+            if incoming is None or incoming.index != request.stage or not incoming.is_of(request.step):
+                raise PeerStale(f"this worker does not hold stage {request.stage} of step {request.step}")
+            log.info("Moving from stage %d to stage %d", ours.stage, request.stage)
+            self._stay()
+            service.end()
+            self._taking = asyncio.create_task(self._take(self._trainer, incoming.assignment, incoming))
+        return {}, []
+
+    def _stay(self) -> None:
+        """Let go of the stage that was to come."""
+        self.service.incoming = None
+        if self._preparing is not None:
+            self._preparing.cancel()
+
+    async def _prepare(self, incoming: Incoming) -> None:
+        """Fetch the state of the stage to move to, and tell the trainer how that went."""
+        problem = ""
+        try:
+            incoming.arrived(await self._download(incoming.assignment))
+        except SwarmError as error:
+            problem = str(error)
+        assignment = incoming.assignment
+        request = PreparedRequest(assignment.session, assignment.plan_version, assignment.stage, problem)
+        try:
+            await self._node.call(self._trainer, "prepared", request.to_dict(), deadline_s=_ASK_DEADLINE_S)
+        except SwarmError as error:
+            # What was prepared goes with the next commit that does not concern it; a reduction may still do so.
+            log.info("The move to stage %d is off: %s", assignment.stage, error)
 
     async def _download(self, assignment: Assignment) -> StageState:
         request = StateRequest(assignment.session, assignment.plan_version, assignment.stage)
@@ -207,7 +263,7 @@ class Member:
                 problems.append(f"{donor}: {error}")
         raise SwarmError(f"Nobody could give the state of stage {assignment.stage}: {'; '.join(problems)}")
 
-    async def _until_finished(self, trainer: str, taking: asyncio.Task[None]) -> FinishRequest:
+    async def _until_finished(self, trainer: str) -> FinishRequest:
         """Wait for the end of the session; look after the trainer when it is silent.
 
         A stage that could not be taken (no donor is left, the swarm went on without us) is a reason to ask for another.
@@ -218,6 +274,8 @@ class Member:
         heard = loop.time()
         again = FinishRequest(self._hosted.request.session, True, False, None)
         while True:
+            assert self._taking is not None
+            taking = self._taking  # A move replaces it.
             await asyncio.wait(
                 {finished, *({taking} if not taking.done() else ())},
                 timeout=_PING_EVERY_S,

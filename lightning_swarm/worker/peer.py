@@ -18,7 +18,7 @@ from lightning_swarm.worker.member import Hosted, Member, TrainerGone
 
 log = logging.getLogger(__name__)
 
-_CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "finish", "stats"]
+_CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "move", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
 _ASK_DEADLINE_S = 5.0
 _ANNOUNCE_EVERY_S = 10.0

@@ -3,7 +3,8 @@
 A step ends in two phases. ``reduce``: the worker compares the microbatches it has accumulated with those that the
 trainer's ledger gives it, sums gradients with its group and keeps the sum; nothing is applied. ``commit``: the
 optimizer makes its step with the kept sum, and the worker is at the next step. A worker that is still loading its
-state takes part in both, but queues the commits until the state is there.
+state takes part in both, but queues the commits until the state is there. One that is moving to another stage takes
+part for both stages: it applies the commits of the one that it serves and queues those of the other one.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ from lightning_swarm.swarm.calls import (
     StateRequest,
     Task,
     WorkerStats,
+    buffers_group,
 )
 from lightning_swarm.swarm.errors import PeerStale
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox, fetch
 from lightning_swarm.swarm.tree import decode_tree
 from lightning_swarm.worker.executor import Executor, Priority
+from lightning_swarm.worker.incoming import Incoming
 from lightning_swarm.worker.reduction import all_reduce
 from lightning_swarm.worker.stage_server import StageServer
 from lightning_swarm.worker.state import StageState
@@ -44,8 +47,10 @@ _BEGIN_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
-class _Reduced:
-    """The summed gradients of a group, kept until the step's commit."""
+class Reduced:
+    """The summed gradients of a group, kept until the step's commit or, while the stage's state is not there yet,
+    until that has come.
+    """
 
     group: Group
     attempt: int
@@ -68,12 +73,14 @@ class WorkerService:
         self.executor = executor
         self.outbox = Outbox()
         self.server: StageServer | None = None
+        self.incoming: Incoming | None = None
+        """The stage that this worker is moving to."""
         self.optimizer: Optimizer | None = None
         self.finished: asyncio.Future[FinishRequest] | None = None
         self.last_call_s = 0.0
-        self._reduced: dict[str, _Reduced] = {}
+        self._reduced: dict[str, Reduced] = {}
         """Of the step under way, by group."""
-        self._queued: dict[int, tuple[list[_Reduced], CommitRequest]] = {}
+        self._queued: dict[int, tuple[list[Reduced], CommitRequest]] = {}
         self._begun = asyncio.Event()
         self._commit_lock = asyncio.Lock()
         self._reduction_s = self._commit_s = 0.0
@@ -91,17 +98,19 @@ class WorkerService:
             "stats": self.stats,
         }
 
-    def begin(self, server: StageServer, optimizer: Optimizer | None) -> None:
-        """Serve this stage from now on; its state is loaded later by :meth:`load`."""
+    def begin(self, server: StageServer, optimizer: Optimizer | None, incoming: Incoming | None = None) -> None:
+        """Serve this stage from now on; its state is loaded later by :meth:`load`, with the commits that were queued
+        while it was incoming.
+        """
         self.server, self.optimizer = server, optimizer
-        self._reduced, self._queued = {}, {}
+        self._reduced, self._queued = {}, incoming.commits if incoming is not None else {}
         self._begun.set()
 
     def end(self) -> None:
         """Serve no stage any more."""
         if self.server is not None:
             self.server.close()
-        self.server = None
+        self.server = self.incoming = None
         self._begun.clear()
         self.outbox.drop(lambda key: True)
 
@@ -144,7 +153,7 @@ class WorkerService:
             self._reduction_s += time.perf_counter() - started
         norms, absent = {}, []
         for group, (vector, norm, missing) in zip(request.groups, results):
-            self._reduced[group.name] = _Reduced(group, request.attempt, held, vector)
+            self._reduced[group.name] = Reduced(group, request.attempt, held, vector)
             norms[group.name] = norm
             absent += missing
         finite = all(math.isfinite(norm) for norm in norms.values())
@@ -153,9 +162,10 @@ class WorkerService:
     async def _reduce_group(
         self, server: StageServer, request: ReduceRequest, group: Group
     ) -> tuple[Tensor | None, float, list[str]]:
-        accumulator = server.accumulator
+        part = self._part(server, group)
+        accumulator = part.accumulator
         if not group.parameters:
-            return await self._average(server, request, group), 0.0, []
+            return await self._average(part, request, group), 0.0, []
         if len(group.members) == 1:
             norm = await self.executor.do(Priority.COMMIT, lambda: accumulator.squared_norm(group.parameters))
             return None, norm, accumulator.absent(group.parameters)
@@ -166,10 +176,18 @@ class WorkerService:
         norm = await asyncio.to_thread(squared_norm, summed)
         return summed, norm, [name for name, there in zip(group.parameters, present) if not there]
 
-    async def _average(self, server: StageServer, request: ReduceRequest, group: Group) -> Tensor | None:
+    def _part(self, server: StageServer, group: Group) -> StageServer | Incoming:
+        """The stage as whose worker we are a member of the group; where both are, it is the one that we serve."""
+        if _concerns(group, server):
+            return server
+        if self.incoming is not None and _concerns(group, self.incoming):
+            return self.incoming
+        raise PeerStale(f"this worker serves stage {server.index} and has no part in group {group.name!r}")
+
+    async def _average(self, part: StageServer | Incoming, request: ReduceRequest, group: Group) -> Tensor | None:
         if len(group.members) == 1:
             return None
-        sums = await self.executor.do(Priority.COMMIT, server.buffer_sums)
+        sums = await self.executor.do(Priority.COMMIT, part.buffer_sums)
         return await self._sum(sums, group, request, "none", sums.dtype)
 
     async def _sum(
@@ -195,8 +213,14 @@ class WorkerService:
         async with self._commit_lock:
             if server.version is not None and server.version > request.step:
                 return {}, []
-            reduced = self._chosen(server, request)
+            chosen = [r for name, r in self._reduced.items() if request.attempts.get(name) == r.attempt]
+            reduced = _all_of(server, chosen)
+            held = _of_step(server, request.step)
+            if reduced is None or any(r.held != held for r in reduced):
+                raise PeerStale(f"this worker has not reduced all of its gradients of step {request.step}")
             self._reduced = {}
+            if self.incoming is not None:
+                self._queue_incoming(self.incoming, chosen, reduced, request)
             if server.version is None:
                 self._queued[request.step] = (reduced, request)
             else:
@@ -205,16 +229,21 @@ class WorkerService:
             self.outbox.drop(lambda key: str(key).startswith(finished))
         return {}, []
 
-    def _chosen(self, server: StageServer, request: CommitRequest) -> list[_Reduced]:
-        """The sums that the trainer means, which are those of all that this worker has accumulated."""
-        held = _of_step(server, request.step)
-        chosen = [r for name, r in self._reduced.items() if request.attempts.get(name) == r.attempt]
-        names = {name for reduced in chosen for name in reduced.group.parameters}
-        if any(reduced.held != held for reduced in chosen) or not names >= server.stage.owned_parameters().keys():
-            raise PeerStale(f"this worker has not reduced all of its gradients of step {request.step}")
-        return chosen
+    def _queue_incoming(
+        self, incoming: Incoming, chosen: list[Reduced], applied: list[Reduced], request: CommitRequest
+    ) -> None:
+        reduced = _all_of(incoming, chosen)
+        if reduced is None:  # The trainer does not count on the move any more.
+            self.incoming = None
+            return
+        # The sums of parameters that both stages share become gradients here, which clipping changes in place.
+        kept = [
+            replace(r, vector=r.vector.clone()) if r.vector is not None and any(r is a for a in applied) else r
+            for r in reduced
+        ]
+        incoming.queue(request.step, kept, request)
 
-    async def _apply(self, server: StageServer, reduced: list[_Reduced], request: CommitRequest) -> None:
+    async def _apply(self, server: StageServer, reduced: list[Reduced], request: CommitRequest) -> None:
         hyperparameters = [decode_tree(group, []) for group in request.hyperparameters]
         await self.executor.do(Priority.COMMIT, lambda: self._step(server, reduced, request, hyperparameters))
         server.forget_step(request.step)
@@ -222,7 +251,7 @@ class WorkerService:
     def _step(
         self,
         server: StageServer,
-        reduced: list[_Reduced],
+        reduced: list[Reduced],
         request: CommitRequest,
         hyperparameters: list[dict[str, Any]],
     ) -> None:
@@ -313,6 +342,8 @@ class WorkerService:
             bytes_sent=sum(sent.values()),
             bytes_received=sum(received.values()),
             outbox_bytes=self.outbox.bytes,
+            busy_s=sum(self.executor.busy_s.values()),
+            queue_s=self.executor.queue_s,
         )
         return stats.to_dict(), []
 
@@ -331,3 +362,17 @@ class WorkerService:
 def _of_step(server: StageServer, step: int) -> frozenset[str]:
     """The microbatches of a step that a stage has accumulated."""
     return frozenset(name for name in server.accumulator.accumulated if name.startswith(f"{step}:"))
+
+
+def _concerns(group: Group, part: StageServer | Incoming) -> bool:
+    """Whether a group sums what belongs to this stage."""
+    if not group.parameters:
+        return group.name == buffers_group(part.index)
+    return part.owned_names().issuperset(group.parameters)
+
+
+def _all_of(part: StageServer | Incoming, reduced: list[Reduced]) -> list[Reduced] | None:
+    """What of these sums belongs to this stage; ``None`` if that is not all that the stage needs."""
+    mine = [r for r in reduced if _concerns(r.group, part)]
+    summed = {name for r in mine for name in r.group.parameters}
+    return mine if summed >= part.owned_names() else None

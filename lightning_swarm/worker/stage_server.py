@@ -105,6 +105,10 @@ class StageServer:
         self._recorder.close()
         self.stage.close()
 
+    def owned_names(self) -> frozenset[str]:
+        """The parameters of the stage."""
+        return frozenset(self.plan.stages[self.index].parameters)
+
     async def process(self, task: Task, tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         """Bring one microbatch through this stage; see the module's docstring.
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -230,3 +231,12 @@ def test_joining_worker_goes_where_it_fits() -> None:
         assign_stage(swarm(1, 1), allowed=[])
     empty = SwarmLoad(3, ())
     assert assign_stage(empty) == 0
+
+
+@pytest.mark.parametrize("rule", [Rebalancer(), PaperRebalancer()])
+def test_nobody_moves_to_a_stage_that_its_memory_cannot_hold(rule: RebalancingPolicy) -> None:
+    load = swarm(3, 1)
+    small = tuple(replace(w, allowed=frozenset({0})) if w.stage == 0 and w.peer != "a2" else w for w in load.workers)
+    assert [move.peer for move in decide(rule, replace(load, workers=small))] == ["a2"]
+    none = tuple(replace(w, allowed=frozenset({w.stage})) for w in load.workers)
+    assert not decide(type(rule)(), replace(load, workers=none))
