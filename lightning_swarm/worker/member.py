@@ -93,6 +93,7 @@ class Member:
         self._executor = Executor()
         self.service = WorkerService(node, self._executor)
         self._names = _names_by_group(hosted.module, hosted.optimizer)
+        self._leaving = False
 
     def serve(self) -> FinishRequest:
         """Work on the calling thread until the trainer ends the session.
@@ -118,6 +119,7 @@ class Member:
 
     def drain(self) -> None:
         """Leave: tell the trainer, then end the session."""
+        self._leaving = True
 
         async def leave() -> None:
             with contextlib.suppress(SwarmError):
@@ -133,6 +135,8 @@ class Member:
         trainer = self._trainer
         while True:
             reply = await self._ask(trainer)
+            if self._leaving:
+                return FinishRequest(self._hosted.request.session, False, True, None)
             if reply.action == "wait":
                 continue
             if reply.action in ("skip", "end"):

@@ -41,6 +41,7 @@ class WorkerPeer:
         self._switchboard = Switchboard(node, _CALLS, {"trainer": self._tell_trainer})
         self._trainer: str | None = None
         self._member: Member | None = None
+        self._drained = False
 
     def serve(self, hosted: Hosted) -> FinishRequest:
         """Serve one session on the calling thread.
@@ -80,10 +81,16 @@ class WorkerPeer:
         finally:
             await self.node.directory.withdraw("worker")
 
-    def drain(self) -> None:
-        """Leave the swarm at once: the trainer gives what is under way to others. Safe in a signal handler."""
+    def drain(self) -> bool:
+        """Leave the swarm at once: the trainer gives what is under way to others. Safe in a signal handler.
+
+        Returns:
+            Whether there is anything to leave; if not, the process may end.
+        """
+        self._drained = True
         if self._member is not None:
             self._member.drain()
+        return self._member is not None
 
     def await_next(self) -> bool:
         """Wait until the trainer's script calls Lightning again.
@@ -91,7 +98,7 @@ class WorkerPeer:
         Returns:
             Whether it did; otherwise its script has ended.
         """
-        return self._trainer is not None and self.node.run(self._next(self._trainer))
+        return not self._drained and self._trainer is not None and self.node.run(self._next(self._trainer))
 
     async def _next(self, trainer: str) -> bool:
         while True:

@@ -58,6 +58,15 @@ class Watch(pl.Callback):
         print("exception", type(exception).__name__, flush=True)
 
 
+class StopWhenTold(pl.Callback):
+    """Trains until a file ``stop`` appears in the working directory."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 4:
+            print("training", flush=True)
+        trainer.should_stop = os.path.exists("stop")
+
+
 def data() -> DataLoader[Any]:
     """Four batches."""
     generator = torch.Generator().manual_seed(1)
@@ -128,6 +137,15 @@ def main() -> None:
     elif what == "elsewhere":
         make_trainer(SwarmStrategy(stages=2, workers=0), callbacks=[Watch()]).fit(Tiny(), data())
         print("trained", flush=True)
+    elif what == "until told":
+        callbacks = [Watch(), StopWhenTold()]
+        strategy = SwarmStrategy(stages=2, workers=0)
+        make_trainer(strategy, callbacks=callbacks, max_epochs=-1).fit(Tiny(), data())
+        print("trained", flush=True)
+    elif what == "nothing":
+        print("nothing to do", flush=True)
+    elif what == "fail":
+        raise RuntimeError("this script is broken")
 
 
 if __name__ == "__main__":
