@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_swarm.swarm.calls import TrainerRecord, WorkerRecord
-from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.swarm.errors import PeerBusy, SwarmError
 from lightning_swarm.swarm.node import Node
 
 __all__ = ["StatusReader", "SwarmStatus", "WorkerStatus", "show"]
@@ -60,7 +60,7 @@ class SwarmStatus:
 
     Args:
         run_id: Which run.
-        trainer: The trainer's peer id; ``None`` when there is none.
+        trainer: The trainer's peer id; ``None`` when none answers.
         source: ``trainer`` or ``announcements``: who says so.
         note: Why it is not the trainer.
         step: The last one that anybody knows of.
@@ -92,8 +92,8 @@ class SwarmStatus:
 
     @property
     def alive(self) -> bool:
-        """Whether anybody of the run works: its trainer answers, or workers announce themselves."""
-        return self.source == "trainer" or bool(self.workers)
+        """Whether anybody of the run works: its trainer, or workers that announce themselves."""
+        return self.trainer is not None or bool(self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -121,8 +121,10 @@ class StatusReader:
             try:
                 report, _ = await self._node.call(trainer, "report", {}, deadline_s=_REPORT_WITHIN_S)
                 return self._reported(trainer, report)
+            except PeerBusy as busy:
+                why = busy.message
             except SwarmError as error:
-                why = f"the trainer does not say: {error}"
+                trainer, why = None, f"the trainer does not answer: {error}"
         records = await self._node.directory.read("worker", WorkerRecord)
         return announced(self._node.run_id, trainer, records, why)
 
