@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--notice-file", type=Path, metavar="FILE", help="a file whose appearance is a spot notice")
     run.add_argument("--notice-url", metavar="URL", help="the cloud's metadata address that tells of a spot notice")
+    run.add_argument(
+        "--drained-code",
+        type=int,
+        default=0,
+        metavar="CODE",
+        help="exit code after a spot notice or SIGTERM, for a scheduler that takes 0 for the end of the training",
+    )
     run.add_argument("script", type=Path)
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     status.add_argument("--json", action="store_true", help="print one JSON document and exit")
@@ -140,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.restart < 0:
         raise MisconfigurationException(f"--restart {options.restart} must be at least 0.")
     environment = _environment(options)
-    if options.restart or options.notice_file is not None or options.notice_url is not None:
+    if options.restart or options.notice_file or options.notice_url or options.drained_code:
         return _run_supervised(options, environment)
     return _run_here(options, environment)
 
@@ -177,7 +184,11 @@ def _run_supervised(options: argparse.Namespace, environment: dict[str, str]) ->
         notices.append(UrlNotice(options.notice_url))
     command = [sys.executable, "-m", "lightning_swarm.cli", "run", "--role", options.role, str(options.script)]
     return Supervisor(
-        [*command, *options.arguments], {**os.environ, **environment}, restarts=options.restart, notices=notices
+        [*command, *options.arguments],
+        {**os.environ, **environment},
+        restarts=options.restart,
+        notices=notices,
+        drained_code=options.drained_code,
     ).run()
 
 

@@ -43,6 +43,7 @@ class Supervisor:
         notices: Where a spot notice may come from, besides SIGTERM.
         poll_s: Seconds between two looks at them.
         patience_s: How long a drain may take before the script is killed; the notice's length at most.
+        drained_code: The exit code after a drain that went well.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Supervisor:
         notices: Sequence[Notice] = (),
         poll_s: float = 2.0,
         patience_s: float = 120.0,
+        drained_code: int = 0,
     ) -> None:
         self._command = list(command)
         self._environment = dict(environment)
@@ -60,13 +62,14 @@ class Supervisor:
         self._notices = list(notices)
         self._poll_s = poll_s
         self._patience_s = patience_s
+        self._drained_code = drained_code
         self._events: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._leaving: str | None = None
         self._over = threading.Event()
 
     def run(self) -> int:
-        """Supervise, on the main thread; returns the exit code: 0 after a drain that went well."""
+        """Supervise, on the main thread; returns the exit code."""
         before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
         watcher = threading.Thread(target=self._watch, name="spot notices", daemon=True)
         try:
@@ -110,7 +113,7 @@ class Supervisor:
                 f"({failures} of {self._restarts})"
             )
             if self._leaves_within(pause):
-                return 0
+                return self._drained_code
 
     def _run_once(self) -> int:
         process = self._process = subprocess.Popen(
@@ -152,7 +155,8 @@ class Supervisor:
 
     def _verdict(self, code: int) -> int:
         # One that has not begun to serve has nothing to hand over, and no handler either.
-        return 0 if self._leaving is not None and code == -signal.SIGTERM else _shell_code(code)
+        drained = self._leaving is not None and code in (0, -signal.SIGTERM)
+        return self._drained_code if drained else _shell_code(code)
 
 
 def _shell_code(code: int) -> int:

@@ -92,7 +92,7 @@ def test_wrong_use_is_not_tried_again() -> None:
 @pytest.mark.parametrize("number", [None, signal.SIGTERM], ids=["notice", "SIGTERM"])
 def test_a_notice_lets_the_script_hand_over_and_ends_it(number: int | None, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    assert supervise(SERVE, "0", restarts=5, notices=[WhenReady(number)]).run() == 0
+    assert supervise(SERVE, "0", restarts=5, notices=[WhenReady(number)], drained_code=75).run() == 75
     assert Path("handed over").exists()
     cause = "the market" if number is None else "SIGTERM"
     assert f"this machine is to be given back ({cause}); the script hands its work over" in capfd.readouterr().err
@@ -100,7 +100,7 @@ def test_a_notice_lets_the_script_hand_over_and_ends_it(number: int | None, capf
 
 
 def test_a_hand_over_that_fails_shows_in_the_exit_code() -> None:
-    assert supervise(SERVE, "9", restarts=5, notices=[WhenReady()]).run() == 9
+    assert supervise(SERVE, "9", restarts=5, notices=[WhenReady()], drained_code=75).run() == 9
 
 
 def test_ctrl_c_goes_to_the_script_and_nothing_is_started_again() -> None:
