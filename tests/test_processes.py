@@ -13,13 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
+from lightning_swarm.testing import ThreadSwarmStrategy
 from tests.scripts import tiny
 
 GONE_WITHIN_S = 5.0
-LIMIT_S = 300.0
+LIMIT_S = 90.0
 
 
 class Run:
@@ -33,7 +37,7 @@ class Run:
         self.directory = directory
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, tiny.__file__, what],
+            [sys.executable, tiny.__file__, *what.split(", ")],
             cwd=folder,
             env={
                 **{name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_SWARM_")},
@@ -160,11 +164,12 @@ def held() -> list[str]:
     return []
 
 
+@pytest.mark.xdist_group("start and stop")
 @pytest.mark.parametrize("time_number", range(20))
 def test_a_swarm_that_was_stopped_leaves_nothing(time_number: int, again_and_again: Run, held: list[str]) -> None:
     again_and_again.rearm()
     assert again_and_again.process.stdin is not None
-    again_and_again.process.stdin.write("again\n")
+    again_and_again.process.stdin.write("2\n" if time_number % 4 == 0 else "1\n")
     again_and_again.process.stdin.flush()
     held.append(again_and_again.until("the swarm has stopped"))
     again_and_again.assert_nothing_left()
@@ -227,6 +232,86 @@ def test_a_script_of_many_calls_with_the_strategy_by_name(
     assert "a worker speaks" not in run.lines
     assert "exit codes [0, 0]" in run.lines, run.output
     assert "exception" not in run.output
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], list[float]]:
+    """The losses and the weights of one process."""
+
+    class Losses(pl.Callback):
+        told: list[float] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+            self.told.append(float(outputs["loss"]))
+
+    pl.seed_everything(7, verbose=False)
+    module, losses = tiny.Tiny(), Losses()
+    tiny.make_trainer("auto", callbacks=[losses]).fit(module, tiny.data(3))
+    return losses.told, torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def told(run: Run, what: str) -> list[Any]:
+    return [json.loads(line.removeprefix(f"{what} ")) for line in run.lines if line.startswith(f"{what} ")]
+
+
+def test_many_workers_in_processes_of_their_own_train_as_one(
+    start: Start, plain: tuple[list[float], list[float]]
+) -> None:
+    run = start("train, 5")
+    assert run.ended() == 0, run.output
+    assert told(run, "loss") == pytest.approx(plain[0], abs=1e-6)
+    assert told(run, "weights")[0] == pytest.approx(plain[1], abs=1e-6)
+
+
+def test_neither_their_number_nor_that_they_are_processes_changes_a_bit(start: Start) -> None:
+    run = start("train, 3, reproducible")
+    strategy = ThreadSwarmStrategy(tiny.Tiny, 2, workers=2, microbatches=8, reproducible=True)
+    weights = tiny.train(strategy, epochs=3)
+    strategy.shutdown()
+    assert run.ended() == 0, run.output
+    assert told(run, "weights")[0] == weights
+
+
+def test_a_second_machine_comes_goes_and_another_comes_and_the_losses_are_the_same(
+    start: Start, plain: tuple[list[float], list[float]]
+) -> None:
+    machines: list[Run] = []
+
+    class Visits(pl.Callback):
+        told: list[float] = []
+
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, index: int) -> None:
+            strategy: Any = trainer.strategy
+            if index in (3, 9):
+                peers = ",".join(strategy._peer.node.maddrs)
+                settings = {"ROLE": "worker", "RUN_ID": strategy._peer.node.run_id, "INITIAL_PEERS": peers}
+                machines.append(start("train, 0", **{f"LIGHTNING_SWARM_{k}": v for k, v in settings.items()}))
+                self.wait(strategy, 3)
+            elif index == 6:
+                machines[0].process.send_signal(signal.SIGTERM)
+                assert machines[0].ended() == 0, machines[0].output
+                self.wait(strategy, 2)
+
+        def wait(self, strategy: Any, workers: int) -> None:
+            while sum(row["ready"] for row in strategy.report()["workers"]) != workers:
+                time.sleep(0.1)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+            self.told.append(float(outputs["loss"]))
+
+    pl.seed_everything(7, verbose=False)
+    module, visits = tiny.Tiny(), Visits()
+    strategy = ThreadSwarmStrategy(tiny.Tiny, 2, workers=2, microbatches=4)
+    try:
+        tiny.make_trainer(strategy, callbacks=[visits]).fit(module, tiny.data(3))
+    finally:
+        strategy.shutdown()
+    assert machines[1].ended() == 0, machines[1].output
+    assert visits.told == pytest.approx(plain[0], abs=1e-6)
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    assert weights == pytest.approx(plain[1], abs=1e-6)
+    for machine in machines:
+        machine.assert_nothing_left()
 
 
 def test_workers_that_are_started_by_hand_with_the_join_line(start: Start) -> None:

@@ -1,6 +1,7 @@
 """A worker's place in the swarm: from the first Lightning call of its script to the end of the trainer's."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class WorkerPeer:
         self._switchboard = Switchboard(node, _CALLS, {"trainer": self._tell_trainer})
         self._trainer: str | None = None
         self._member: Member | None = None
-        self._drained = False
+        self._leaving = False
+        self._waiting: concurrent.futures.Future[bool] | None = None
 
     def serve(self, hosted: Hosted) -> FinishRequest:
         """Serve one session on the calling thread.
@@ -87,18 +89,28 @@ class WorkerPeer:
         Returns:
             Whether there is anything to leave; if not, the process may end.
         """
-        self._drained = True
+        self._leaving = True
         if self._member is not None:
             self._member.drain()
-        return self._member is not None
+        if self._waiting is not None:
+            self._waiting.cancel()
+        return self._member is not None or self._waiting is not None
 
     def await_next(self) -> bool:
         """Wait until the trainer's script calls Lightning again.
 
         Returns:
-            Whether it did; otherwise its script has ended.
+            Whether it did; otherwise its script has ended, or this worker leaves.
         """
-        return not self._drained and self._trainer is not None and self.node.run(self._next(self._trainer))
+        if self._trainer is None or self._leaving:
+            return False
+        self._waiting = self.node.spawn(self._next(self._trainer), "waiting for the next call")
+        try:
+            return self._waiting.result()
+        except concurrent.futures.CancelledError:
+            return False
+        finally:
+            self._waiting = None
 
     async def _next(self, trainer: str) -> bool:
         while True:

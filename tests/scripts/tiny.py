@@ -58,19 +58,11 @@ class Watch(pl.Callback):
         print("exception", type(exception).__name__, flush=True)
 
 
-class StopWhenTold(pl.Callback):
-    """Trains until a file ``stop`` appears in the working directory."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 4:
-            print("training", flush=True)
-        trainer.should_stop = os.path.exists("stop")
-
-
-def data() -> DataLoader[Any]:
-    """Four batches."""
+def data(epochs: int = 1) -> DataLoader[Any]:
+    """Four batches, or as many times four."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(32, 4, generator=generator), torch.randn(32, 1, generator=generator)
+    x, y = x.repeat(epochs, 1), y.repeat(epochs, 1)
     return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
@@ -87,10 +79,10 @@ def make_trainer(strategy: Any, **more: Any) -> pl.Trainer:
 
 
 def start_and_stop() -> None:
-    """A swarm for every line of the input; a worker knows of one only."""
+    """A swarm of as many stages as each line of the input says; a worker knows of one only."""
     once = os.environ.get("LIGHTNING_SWARM_ROLE") == "worker"
-    for _ in [""] if once else sys.stdin:
-        strategy = SwarmStrategy(stages=2)
+    for stages in ["2"] if once else sys.stdin:
+        strategy = SwarmStrategy(stages=int(stages))
         make_trainer(strategy, limit_train_batches=1).fit(Tiny(), data())
         strategy.shutdown()
         for thread in threading.enumerate():
@@ -123,9 +115,40 @@ def all_calls(strategy: Any = "swarm") -> list[Any]:
     return results
 
 
+class Gates(pl.Callback):
+    """Before some steps, says so and waits until that many workers are ready. Tells the loss of every step."""
+
+    def __init__(self, gates: dict[int, int]) -> None:
+        self.gates = gates
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        if index in self.gates and trainer.is_global_zero:
+            print("before step", index, flush=True)
+            while sum(row["ready"] for row in strategy.report()["workers"]) != self.gates[index]:
+                threading.Event().wait(0.1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        if trainer.is_global_zero:
+            print("loss", float(outputs["loss"]), flush=True)
+
+
+def train(strategy: Any, gates: dict[int, int] | None = None, epochs: int = 1) -> list[float]:
+    """Fit, and tell the weights that came out."""
+    pl.seed_everything(7, verbose=False)
+    module = Tiny()
+    callbacks: list[pl.Callback] = [Watch()] if gates is None else [Watch(), Gates(gates)]
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=1)
+    trainer.fit(module, data(epochs))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    if trainer.is_global_zero:
+        print("weights", json.dumps(weights), flush=True)
+    return weights
+
+
 def main() -> None:
-    """What the argument says."""
-    (what,) = sys.argv[1:]
+    """What the arguments say."""
+    what, *more = sys.argv[1:]
     if what == "start and stop":
         start_and_stop()
     elif what == "all calls":
@@ -137,15 +160,9 @@ def main() -> None:
     elif what == "elsewhere":
         make_trainer(SwarmStrategy(stages=2, workers=0), callbacks=[Watch()]).fit(Tiny(), data())
         print("trained", flush=True)
-    elif what == "until told":
-        callbacks = [Watch(), StopWhenTold()]
-        strategy = SwarmStrategy(stages=2, workers=0)
-        make_trainer(strategy, callbacks=callbacks, max_epochs=-1).fit(Tiny(), data())
-        print("trained", flush=True)
-    elif what == "nothing":
-        print("nothing to do", flush=True)
-    elif what == "fail":
-        raise RuntimeError("this script is broken")
+    elif what == "train":
+        workers, reproducible = int(more[0]), more[1:] == ["reproducible"]
+        train(SwarmStrategy(stages=2, workers=workers, microbatches=8, reproducible=reproducible), {1: workers}, 3)
 
 
 if __name__ == "__main__":
