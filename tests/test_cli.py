@@ -207,3 +207,11 @@ def test_a_spot_notice_drains_the_worker_and_its_process_ends_well(
     assert "this machine is to be given back (notice has appeared)" in output
     counters = swarm.trainer.strategy.report()["counters"]  # type: ignore[attr-defined]
     assert counters["joins"] == 3 and counters["leaves"] == 1 and "bans" not in counters
+
+
+def test_a_worker_that_serves_nothing_yet_ends_at_once() -> None:
+    worker = launcher.SwarmLauncher(SwarmStrategy(role="worker", initial_peers=["x"]))
+    with pytest.raises(SystemExit) as end:
+        worker.kill(signal.SIGTERM)
+    assert end.value.code == 0
+    launcher.SwarmLauncher(SwarmStrategy(role="trainer")).kill(signal.SIGTERM)
