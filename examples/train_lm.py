@@ -100,12 +100,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=4, help="0 trains in this one process, without the swarm")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--workers", type=int, help="so many on this machine; 0: all are started elsewhere")
     args = parser.parse_args()
 
     seed_everything(0)
     train, validation = read(held_out=False), read(held_out=True)
     trainer = Trainer(
-        strategy=SwarmStrategy(stages=args.stages) if args.stages else "auto",
+        strategy=SwarmStrategy(stages=args.stages, workers=args.workers) if args.stages else "auto",
         accelerator="cpu",
         max_epochs=1,
         limit_train_batches=args.steps,

@@ -35,6 +35,9 @@ ROLE = "LIGHTNING_SWARM_ROLE"
 INITIAL_PEERS = "LIGHTNING_SWARM_INITIAL_PEERS"
 RUN_ID = "LIGHTNING_SWARM_RUN_ID"
 SECRET = "LIGHTNING_SWARM_SECRET"
+IDENTITY = "LIGHTNING_SWARM_IDENTITY"
+HOST_MADDRS = "LIGHTNING_SWARM_HOST_MADDRS"
+ANNOUNCE_MADDRS = "LIGHTNING_SWARM_ANNOUNCE_MADDRS"
 LOCAL_INDEX = "LIGHTNING_SWARM_LOCAL_INDEX"
 DEVICE = "LIGHTNING_SWARM_DEVICE"
 THREADS = "LIGHTNING_SWARM_THREADS"
@@ -56,6 +59,11 @@ class WorkerDied(RuntimeError):
     """A local worker ended while the trainer counted on it."""
 
 
+def following(command: Sequence[str]) -> list[str]:
+    """The command, so that its process ends with the thread that starts it."""
+    return [sys.executable, "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *command]
+
+
 class _LocalWorker:
     """One child process and the thread that passes its output on."""
 
@@ -63,9 +71,8 @@ class _LocalWorker:
         self.index = index
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._label = label
-        command = [sys.executable, "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *rerun_command()]
         self.process = subprocess.Popen(
-            command,
+            following(rerun_command()),
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -234,4 +241,5 @@ class SwarmLauncher(Launcher):
     @override
     def kill(self, signum: int) -> None:
         """Lightning got SIGTERM: a worker hands its work back; the trainer's loops end by themselves."""
-        self._strategy.drain()
+        if not self._strategy.drain() and self._strategy.role == "worker":
+            sys.exit(0)

@@ -39,6 +39,7 @@ from lightning_swarm._compat import (
 )
 from lightning_swarm.policies.rebalancing import RebalancingPolicy
 from lightning_swarm.slicing.plan import CutError, Plan, make_plan, make_signature
+from lightning_swarm.swarm.bootstrap import refuse_other_runs
 from lightning_swarm.swarm.calls import Context, FinishRequest, JoinRequest
 from lightning_swarm.swarm.errors import RemoteError, SwarmError
 from lightning_swarm.swarm.node import Node
@@ -92,9 +93,12 @@ class SwarmStrategy(Strategy):
         run_id: Names the run; peers of other runs are refused. By default ``LIGHTNING_SWARM_RUN_ID``, else a random
             one.
         secret: With it (or ``LIGHTNING_SWARM_SECRET``), only peers that have it too can take part.
-        host_maddrs: Where to listen. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join.
-        announce_maddrs: Addresses to tell others instead, where the host's own do not work from outside.
-        identity_path: File of the peer's private key, for an address that survives restarts.
+        host_maddrs: Where to listen; by default ``LIGHTNING_SWARM_HOST_MADDRS``, separated by commas, else any port of
+            this machine alone. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join.
+        announce_maddrs: Addresses to tell others instead, where the host's own do not work from outside; by default
+            ``LIGHTNING_SWARM_ANNOUNCE_MADDRS``.
+        identity_path: File of the peer's private key, for an address that survives restarts; by default
+            ``LIGHTNING_SWARM_IDENTITY``.
         memory: On a worker, how many bytes its stage may take with gradients and optimizer; by default a GPU's
             memory, and on a CPU as much as it wants. It gets a stage that fits.
         codec: How activations and gradients travel: ``"none"`` as they are, ``"fp16"``, ``"bf16"`` or ``"int8"``.
@@ -131,7 +135,7 @@ class SwarmStrategy(Strategy):
         initial_peers: Sequence[str] | None = None,
         run_id: str | None = None,
         secret: str | None = None,
-        host_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        host_maddrs: Sequence[str] | None = None,
         announce_maddrs: Sequence[str] | None = None,
         identity_path: str | None = None,
         memory: int | None = None,
@@ -186,14 +190,14 @@ class SwarmStrategy(Strategy):
         self._stage_count = count
         self._workers = count if workers is None else workers
         self._microbatches = microbatches or 2 * count
-        environment_peers = [p for p in os.environ.get(launching.INITIAL_PEERS, "").split(",") if p]
-        self._initial_peers = list(initial_peers) if initial_peers is not None else environment_peers
+        self._initial_peers = _addresses(initial_peers, launching.INITIAL_PEERS)
         self._run_id = run_id or os.environ.get(launching.RUN_ID) or secrets.token_hex(4)
         found_secret = secret or os.environ.get(launching.SECRET)
         self._secret = found_secret.encode() if found_secret else None
-        self._host_maddrs = list(host_maddrs)
-        self._announce_maddrs = list(announce_maddrs) if announce_maddrs is not None else None
-        self._identity_path = Path(identity_path) if identity_path is not None else None
+        self._host_maddrs = _addresses(host_maddrs, launching.HOST_MADDRS) or ["/ip4/127.0.0.1/tcp/0"]
+        self._announce_maddrs = _addresses(announce_maddrs, launching.ANNOUNCE_MADDRS) or None
+        identity = identity_path or os.environ.get(launching.IDENTITY)
+        self._identity_path = Path(identity) if identity else None
         self._in_flight = in_flight
         self._memory_bytes = memory or 0
         if memory is None and self.role == "worker" and self.root_device.type == "cuda":
@@ -350,6 +354,11 @@ class SwarmStrategy(Strategy):
             identity_path=self._identity_path,
             secret=self._secret,
         )
+        try:
+            node.run(refuse_other_runs(node, self._initial_peers))
+        except BaseException:
+            node.close()
+            raise
         if self.role == "worker":
             if launching.THREADS in os.environ:
                 torch.set_num_threads(int(os.environ[launching.THREADS]))
@@ -384,6 +393,10 @@ class SwarmStrategy(Strategy):
             }
             if self._secret is not None:
                 environment[launching.SECRET] = self._secret.decode()
+            # What is this peer's own: two peers cannot have one key, or listen at one port.
+            environment.update(
+                dict.fromkeys((launching.IDENTITY, launching.HOST_MADDRS, launching.ANNOUNCE_MADDRS), "")
+            )
             environments.append(environment)
         return environments
 
@@ -532,10 +545,9 @@ class SwarmStrategy(Strategy):
         """On a worker: whether the trainer's script has called Lightning again."""
         return isinstance(self._peer, WorkerPeer) and self._peer.await_next()
 
-    def drain(self) -> None:
-        """On a worker: finish or hand back, and leave."""
-        if isinstance(self._peer, WorkerPeer):
-            self._peer.drain()
+    def drain(self) -> bool:
+        """On a worker: finish or hand back, and leave. Whether there is anything to leave."""
+        return isinstance(self._peer, WorkerPeer) and self._peer.drain()
 
     def shutdown(self) -> None:
         """End the peer and local workers. Idempotent; called at the exit of the process."""
@@ -826,6 +838,10 @@ def _role(role: str) -> str:
     if found not in ("trainer", "worker"):
         raise MisconfigurationException(f"{launching.ROLE}={found!r} must be 'trainer' or 'worker'.")
     return found
+
+
+def _addresses(given: Sequence[str] | None, variable: str) -> list[str]:
+    return list(given) if given is not None else [a for a in os.environ.get(variable, "").split(",") if a]
 
 
 def _are_names(value: Any) -> bool:

@@ -174,7 +174,7 @@ class Rebalancer:
         saturated: float = 0.5,
         react_to_losses: bool = True,
     ) -> None:
-        if period_s <= 0 or horizon_s <= 0 or download_s < 0:
+        if not (0 < period_s < math.inf and 0 < horizon_s < math.inf and 0 <= download_s < math.inf):
             raise ValueError(
                 "period_s and horizon_s must be positive and download_s cannot be negative, "
                 f"got {period_s}, {horizon_s} and {download_s}."
@@ -346,7 +346,7 @@ class PaperRebalancer:
     """
 
     def __init__(self, period_s: float = 300.0) -> None:
-        if period_s <= 0:
+        if not 0 < period_s < math.inf:
             raise ValueError(f"period_s must be positive, got {period_s}")
         self.period_s = period_s
         self._last_decision: float | None = None

@@ -2,10 +2,9 @@
 
 Workers are alike, stages cost alike and the pipeline runs at the rate of its weakest stage, so between two events the
 throughput is the least number of serving workers of a stage. The best possible spreads the machines present perfectly,
-at once and for
-free: floor(machines / stages). A part of the difference is nobody's fault: a machine that has just come holds no state
-    yet.
-The *ceiling* spreads those that hold one perfectly; no policy that does not know the future gets beyond it.
+at once and for free: floor(machines / stages). A part of the difference is nobody's fault: a machine that has just come
+holds no state yet. The *ceiling* spreads those that hold one perfectly; no policy that does not know the future gets
+beyond it.
 
 The policy object is the swarm's own. It sees a reading a few seconds after each change, as often as it wants to look
 at a standing need, and its moves take effect when the download ends, the worker serving its old stage meanwhile.

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -16,7 +17,14 @@ from lightning_swarm._compat_hivemind import (
     connect,
     peer_id_bytes,
 )
+from lightning_swarm.swarm.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
 from lightning_swarm.swarm.guard import CallGuard, RecordGuard
+
+if TYPE_CHECKING:
+    from lightning_swarm.swarm.node import Node
+
+_ASK_DEADLINE_S = 5.0
+_ASK_AGAIN_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -120,3 +128,26 @@ async def join_dht(p2p: P2P, live: Sequence[str], run_id: str, secret: bytes | N
             f"initial_peers: {', '.join(live)} can be reached, but does not let this peer in. Is a peer of the run "
             f"there, with the same secret, and do the clocks of both machines agree? ({error})"
         ) from error
+
+
+async def refuse_other_runs(node: "Node", addresses: Sequence[str]) -> None:
+    """See that the initial peers are of the node's run. Without a secret, peers of any run let it into their DHT.
+
+    Raises:
+        MisconfigurationException: Some are alive, and all of these are of other runs.
+    """
+    peers = [maddr["p2p"] for maddr in parse_initial_peers(addresses)]
+    for attempt in range(2):
+        if attempt:  # one that is just starting answers the DHT before it answers calls
+            await asyncio.sleep(_ASK_AGAIN_S)
+        calls = (node.call(peer, "trainer", {}, deadline_s=_ASK_DEADLINE_S) for peer in peers)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        known = [error for error in outcomes if not isinstance(error, (PeerUnreachable, DeadlineExceeded))]
+        strangers = [address for address, error in zip(addresses, outcomes) if isinstance(error, ProtocolError)]
+        if len(strangers) < max(1, len(known)):  # whatever else a peer answers, it is of this run
+            return
+    raise MisconfigurationException(
+        f"initial_peers: {', '.join(strangers)} can be reached, but belongs to another run than {node.run_id!r} (or to "
+        "another version of this package). Give the run id that its join line shows, or the address of a peer of "
+        f"run {node.run_id!r}."
+    )

@@ -137,9 +137,11 @@ class StepEnd:
         for _ in range(_MOST_ATTEMPTS):
             await self._pipeline.repair()
             async with boundary:
-                # Else somebody left while we waited for the boundary.
-                if self._pipeline.complete and await self._reduce(step, self._open_groups()):
-                    await self._commit(step, hyperparameters, clipping)
+                # Somebody may have left while we waited for the boundary, or in the reduction after his answer.
+                reduced = self._pipeline.complete and await self._reduce(step, self._open_groups())
+                if reduced and not self._open_groups():
+                    with self._pipeline.sealed():
+                        await self._commit(step, hyperparameters, clipping)
                     self._pipeline.forget()
                     committed()
                     return

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_swarm.swarm.calls import JoinReply, TrainerRecord, WorkerRecord
-from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.swarm.errors import PeerBusy, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.trainer.session import Session
@@ -43,9 +43,8 @@ class TrainerPeer:
         self._speaking: asyncio.Task[None] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
-        self._switchboard = Switchboard(
-            node, ["trainer", "join", "ready", "prepared", "leave", "ping", "state", "next"]
-        )
+        calls = ["trainer", "join", "ready", "prepared", "leave", "ping", "state", "next", "report"]
+        self._switchboard = Switchboard(node, calls)
         self._plug()
         node.run(node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S))
         node.spawn(self._announce(), "announcing the trainer")
@@ -68,6 +67,7 @@ class TrainerPeer:
             "join": self._wait,
             "ping": self._alive,
             "next": self._next,
+            "report": self._report,
         }
         if self.session is not None:
             handlers.update(self.session.handlers())
@@ -88,6 +88,12 @@ class TrainerPeer:
 
     async def _alive(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         return {"member": True, "session": self.count}, []
+
+    async def _report(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """Somebody looks at the swarm (``lightning-swarm status``)."""
+        if self.session is None:
+            raise PeerBusy("the trainer is between two calls of Lightning's")
+        return await self.session.report(), []
 
     async def _next(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A worker whose session is over asks whether another one has begun."""

@@ -12,8 +12,9 @@ computes far beyond its usual time or does not answer at all is given up.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +68,7 @@ class Pipeline:
         self._flying: dict[str, Flight] = {}
         self._stages_done: Callable[[Collection[int]], None] | None = None
         self._total = 0
+        self._sealed = False
         self.ledger = Ledger(roster.stages)
 
     async def run(
@@ -251,6 +253,8 @@ class Pipeline:
     def lose(self, worker: str) -> None:
         """Give a worker up: it is out of the swarm, and what it had accumulated in this step is repeated by others."""
         self._roster.remove(worker)
+        if self._sealed:
+            return
         lost = self.ledger.lose(worker)
         for microbatch, stage in lost:
             if microbatch in self._flying:
@@ -266,6 +270,15 @@ class Pipeline:
         """Wait until every microbatch of the step is accumulated again at every stage."""
         for flight in list(self._flying.values()):
             await self._settle(flight)
+
+    @contextlib.contextmanager
+    def sealed(self) -> Iterator[None]:
+        """While the step is committed: what a worker has accumulated is in the sum, even if it is given up now."""
+        self._sealed = True
+        try:
+            yield
+        finally:
+            self._sealed = False
 
     @property
     def complete(self) -> bool:

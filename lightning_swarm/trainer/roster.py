@@ -312,6 +312,7 @@ class Roster:
 
     def report(self) -> list[dict[str, Any]]:
         """One row a worker."""
+        banned = self._banned()
         by_stage: Counter[int] = Counter()
         for worker in self.workers.values():
             by_stage[worker.stage] += worker.processed
@@ -323,6 +324,7 @@ class Roster:
                 "device": worker.device,
                 "ready": worker.ready,
                 "moving_to": worker.moving_to,
+                "banned": worker.peer in banned,
                 "microbatches": worker.processed,
                 "share": worker.processed / max(1, by_stage[worker.stage]),
                 "microbatches_per_s": worker.processed / worker.compute_s if worker.compute_s else 0.0,

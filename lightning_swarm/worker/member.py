@@ -47,6 +47,7 @@ _ASK_DEADLINE_S = 30.0
 _PING_EVERY_S = 5.0
 _AGAIN_AFTER_S = 0.5
 _STATE_DEADLINE_S = 600.0
+_LINGER_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Member:
         self._shapes = Shapes.of(hosted.module)
         self._taking: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
+        self._leaving = False
 
     def serve(self) -> FinishRequest:
         """Work on the calling thread until the trainer ends the session.
@@ -129,10 +131,13 @@ class Member:
 
     def drain(self) -> None:
         """Leave: tell the trainer, then end the session."""
+        self._leaving = True
 
         async def leave() -> None:
             with contextlib.suppress(SwarmError):
                 await self._node.call(self._trainer, "leave", {}, deadline_s=_PING_EVERY_S)
+            # Others may be fetching from us; a fetch that breaks off is blamed on somebody.
+            await asyncio.sleep(_LINGER_S)
             finished = self.service.finished
             if finished is not None and not finished.done():
                 finished.set_result(FinishRequest(self._hosted.request.session, False, True, None))
@@ -143,7 +148,9 @@ class Member:
         self._switchboard.plug({**self.service.handlers(), "move": self._move})
         trainer = self._trainer
         while True:
-            reply = await self._ask(trainer)
+            reply = None if self._leaving else await self._ask(trainer)
+            if reply is None or self._leaving:
+                return FinishRequest(self._hosted.request.session, False, True, None)
             if reply.action == "wait":
                 continue
             if reply.action in ("skip", "end"):

@@ -83,13 +83,18 @@ class WorkerPeer:
         finally:
             await self.node.directory.withdraw("worker")
 
-    def drain(self) -> None:
-        """Leave the swarm at once: the trainer gives what is under way to others. Safe in a signal handler."""
+    def drain(self) -> bool:
+        """Leave the swarm at once: the trainer gives what is under way to others. Safe in a signal handler.
+
+        Returns:
+            Whether there is anything to leave; if not, the process may end.
+        """
         self._leaving = True
         if self._member is not None:
             self._member.drain()
         if self._waiting is not None:
             self._waiting.cancel()
+        return self._member is not None or self._waiting is not None
 
     def await_next(self) -> bool:
         """Wait until the trainer's script calls Lightning again.

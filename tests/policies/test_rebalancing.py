@@ -1,5 +1,6 @@
 """Moves happen when they pay, and only then."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -192,11 +193,13 @@ def test_rebalancing_ends(seed: int) -> None:
         assert min(counts(load)) == best
 
 
-def test_bad_periods_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be positive and download_s cannot be negative, got 0, 600.0 and 60.0"):
-        Rebalancer(0)
-    with pytest.raises(ValueError, match=r"period_s must be positive, got -1"):
-        PaperRebalancer(-1)
+@pytest.mark.parametrize("period_s", [0, -1, math.inf, math.nan])
+def test_periods_that_make_no_sense_are_refused(period_s: float) -> None:
+    said = rf"must be positive and download_s cannot be negative, got {period_s}, 600.0 and 60.0"
+    with pytest.raises(ValueError, match=said):
+        Rebalancer(period_s)
+    with pytest.raises(ValueError, match=rf"period_s must be positive, got {period_s}"):
+        PaperRebalancer(period_s)
 
 
 @pytest.mark.parametrize(
