@@ -10,7 +10,7 @@ worker notes when it did each microbatch, and the figures are computed from thes
 * a worker that becomes four times slower in the middle: after how many more microbatches of its stage its share has
   followed.
 
-    python benchmarks/heterogeneous.py [--microbatches 192] [--pause 0.1] [--json FILE]
+    python benchmarks/heterogeneous.py [--microbatches 320] [--pause 0.1] [--json FILE]
 """
 
 import argparse
@@ -131,7 +131,7 @@ def followed_after(done: list[tuple[float, int]], expected: float, window: int =
 def main() -> None:
     """Run the script, read the notes, print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--microbatches", type=int, default=192, help="a step")
+    parser.add_argument("--microbatches", type=int, default=320, help="a step")
     parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds a microbatch takes a fast worker")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     add_json_argument(parser)
