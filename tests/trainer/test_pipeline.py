@@ -40,6 +40,11 @@ class Wire:
             while key not in self.pending or self.pending[key].done():
                 await self._moment()
 
+    async def until(self, happens: Callable[[], bool]) -> None:
+        """Not one turn of the event loop later."""
+        while not happens():
+            await self._moment()
+
     async def _moment(self) -> None:
         await asyncio.sleep(0)
 
@@ -164,5 +169,27 @@ def test_what_a_worker_leaves_during_the_commit_is_not_repeated() -> None:
         other = {"a1": "a2", "a2": "a1"}[first]
         assert swarm.wire.sent[other, "0:0"] == 0
         assert swarm.roster.workers.keys() == {other, "b"}
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_a_worker_given_up_when_all_has_landed_leaves_its_part_to_be_repeated() -> None:
+    """Between the last answer and the moment when whoever waits for all of them goes on."""
+
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("b", "0:0"))
+        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
+        other = {"a1": "a2", "a2": "a1"}[first]
+        swarm.wire.answer(first)
+        swarm.wire.answer("b")
+        await swarm.wire.until(lambda: not any(t.get_name() == "microbatch 0:0" for t in asyncio.all_tasks()))
+        assert swarm.pipeline.complete and not running.done()
+        swarm.pipeline.lose(first)
+        await swarm.wire.asked((other, "0:0"))
+        swarm.wire.answer(other)
+        await running
+        await swarm.pipeline.repair()
+        assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {other, "b"}
 
     drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
