@@ -236,6 +236,7 @@ class Pipeline:
             reachable = False
         if reachable:
             self._roster.ban_link(link(error.peer, worker))
+            self._roster.withdraw(worker, stage)
             await self._reroute(flight, stage, excluding=worker)
         elif flight.route[neighbour] == error.peer:
             if error.peer in self._roster.workers:

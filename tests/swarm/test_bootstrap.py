@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,16 @@ def test_one_live_peer_is_enough(node: Node, caplog: pytest.LogCaptureFixture) -
     with Node(run_id="bootstrap", initial_peers=[dead, *node.maddrs]) as second:
         assert second.peer_id != node.peer_id
     assert "some cannot be reached" in caplog.text and dead in caplog.text
+
+
+def test_the_only_peer_may_be_busy(node: Node) -> None:
+    async def compute() -> None:
+        time.sleep(4)  # longer than hivemind waits
+
+    with ThreadPoolExecutor() as pool:
+        busy = pool.submit(node.run, compute())
+        with Node(run_id="bootstrap", initial_peers=node.maddrs):
+            busy.result()
 
 
 def test_a_failed_start_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
