@@ -1,5 +1,6 @@
 """Addresses that do not work are named at once, those that do are enough."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -86,11 +87,12 @@ def test_one_live_peer_is_enough(node: Node, caplog: pytest.LogCaptureFixture) -
 
 
 def test_the_only_peer_may_be_busy(node: Node) -> None:
-    async def compute() -> None:
-        time.sleep(4)  # longer than hivemind waits
+    async def hold_the_loop(seconds: float) -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, seconds)
+        await asyncio.sleep(seconds)
 
     with ThreadPoolExecutor() as pool:
-        busy = pool.submit(node.run, compute())
+        busy = pool.submit(node.run, hold_the_loop(4.0))  # longer than hivemind waits
         with Node(run_id="bootstrap", initial_peers=node.maddrs):
             busy.result()
 
