@@ -385,6 +385,15 @@ def test_the_papers_rule_moves_one_worker_a_period(monkeypatch: pytest.MonkeyPat
     assert counters(run)["moves"] >= 1
 
 
+class Still:
+    """A policy that reads and moves nobody."""
+
+    period_s = 1.0
+
+    def decide(self, now: float, load: SwarmLoad) -> tuple[Move, ...]:
+        return ()
+
+
 def test_loads_are_in_the_dht_and_moves_in_the_logger(tmp_path: Path) -> None:
     found: list[LoadRecord] = []
 
@@ -398,7 +407,7 @@ def test_loads_are_in_the_dht_and_moves_in_the_logger(tmp_path: Path) -> None:
         order(strategy, 0, 1)
 
     logger = CSVLogger(tmp_path)
-    callbacks = [Rebalancing(period=1.0), SwarmMonitor(every_n_steps=1), Script({2: read, 3: arrival})]
+    callbacks = [Rebalancing(policy=Still()), SwarmMonitor(every_n_steps=1), Script({2: read, 3: arrival})]
     run = fit(callbacks, workers=4, steps=6, logger=logger)
     assert [stage.workers for stage in found[-1].stages] == [2, 2]
     assert all(0.0 <= stage.busy_share <= 1.0 and stage.queue_s >= 0.0 for stage in found[-1].stages)

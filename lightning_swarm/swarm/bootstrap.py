@@ -1,6 +1,7 @@
 """Finding the swarm: which of the given addresses are addresses, which of them answer, and do they let us in."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
 _ASK_DEADLINE_S = 5.0
 _ASK_AGAIN_S = 0.5
-_DHT_DEADLINE_S = 3.0  # hivemind's own: a peer of the DHT that takes longer is passed over for another
-_DHT_JOIN_DEADLINE_S = 30.0  # but the only peer one knows may be busy starting its run
+_JOIN_DEADLINE_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -109,32 +109,53 @@ async def _dial(p2p: P2P, maddr: Multiaddr) -> None:
 async def join_dht(p2p: P2P, live: Sequence[str], run_id: str, secret: bytes | None) -> DHTNode:
     """This peer's part of the DHT, joined to that of the live peers.
 
-    Nothing is cached: a swarm has few records, and a stale one is worse than a call. A live peer that is slow to answer
-    is waited for; one that refuses is not.
+    Nothing is cached: a swarm has few records, and a stale one is worse than a call.
 
     Raises:
         MisconfigurationException: When the live peers do not let this one in.
     """
-    try:
-        dht = await DHTNode.create(
-            p2p=p2p,
-            initial_peers=list(live),
-            record_validator=RecordGuard(secret, run_id),
-            authorizer=None if secret is None else CallGuard(secret, run_id),
-            cache_locally=False,
-            cache_on_store=False,
-            cache_nearest=0,
-            cache_refresh_before_expiry=0,
-            wait_timeout=_DHT_JOIN_DEADLINE_S,
-            bootstrap_timeout=_DHT_DEADLINE_S,
-        )
-        dht.protocol.wait_timeout = _DHT_DEADLINE_S
-        return dht
-    except (RuntimeError, ValidationError) as error:
-        raise MisconfigurationException(
-            f"initial_peers: {', '.join(live)} can be reached, but does not let this peer in. Is a peer of the run "
-            f"there, with the same secret, and do the clocks of both machines agree? ({error})"
-        ) from error
+    dht = await DHTNode.create(
+        p2p=p2p,
+        record_validator=RecordGuard(secret, run_id),
+        authorizer=None if secret is None else CallGuard(secret, run_id),
+        cache_locally=False,
+        cache_on_store=False,
+        cache_nearest=0,
+        cache_refresh_before_expiry=0,
+    )
+    if live:
+        try:
+            await _introduce(dht, [PeerID.from_base58(Multiaddr(address)["p2p"]) for address in live])
+        except (DeadlineExceeded, ValidationError) as error:
+            raise MisconfigurationException(
+                f"initial_peers: {', '.join(live)} can be reached, but does not let this peer in. Is a peer of the run "
+                f"there, with the same secret, and do the clocks of both machines agree? ({error})"
+            ) from error
+    return dht
+
+
+async def _introduce(dht: DHTNode, peers: Sequence[PeerID]) -> None:
+    """Make one of these peers, at least, know this one, and look around from there.
+
+    A refusal comes at once. What takes long is no refusal: the peer may be busy starting its run, and is asked again.
+
+    Raises:
+        DeadlineExceeded: None of them answers.
+        ValidationError: They do not reach this one, or their clocks differ from ours.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _JOIN_DEADLINE_S
+    while True:
+        asked = loop.time()
+        pings = [dht.protocol.call_ping(peer, validate=True, strict=True) for peer in peers]
+        outcomes = await asyncio.gather(*pings, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if any(outcome is not None and outcome not in errors for outcome in outcomes):
+            break
+        if loop.time() > until or loop.time() - asked < dht.protocol.wait_timeout / 2:
+            raise errors[0] if errors else DeadlineExceeded("none responds to a ping")
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(dht.find_nearest_nodes([dht.node_id]), dht.protocol.wait_timeout)
 
 
 async def refuse_other_runs(node: "Node", addresses: Sequence[str]) -> None:

@@ -123,7 +123,7 @@ class Daemon:
                     *self._arguments,
                 ],
                 stdin=lease,
-                stdout=theirs,
+                stdout=theirs.fileno(),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=environment,
