@@ -46,7 +46,6 @@ _ARRIVALS: dict[str, Moment] = {"process": "forward", "reduce": "reduce", "commi
 _ENDS: dict[str, Moment] = {"process": "accumulated", "reduce": "reduced", "commit": "committed"}
 _WITH_TENSORS = ("fetched", "reducing", "state", "snapshot")
 _BETWEEN_WORKERS = ("fetched", "reducing")
-_LONG_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Fault:
     """One fault; it strikes once, at the first call that fits.
 
     Args:
-        kind: ``"kill"``: the worker vanishes without a word. ``"hang"``: it never answers any call again. ``"slow"``:
-            its compute thread is occupied for ``seconds``. ``"cut"``: the worker that fetches gets nothing from this
+        kind: ``"kill"``: the worker vanishes without a word. ``"hang"``: it stands still, answers nothing and asks
+            nothing. ``"slow"``: its compute thread is occupied for ``seconds``. ``"cut"``: the worker that fetches gets nothing from this
             one any more, while all other links work. ``"corrupt"``: the tensors that it gives are of other shapes and
             dtypes. ``"nan"``: they hold NaN. ``"duplicate"``: the call arrives twice. ``"refuse"``: the worker says
             that it is busy.
@@ -149,7 +148,7 @@ class Faults:
         self._kill = kill
 
     def end(self) -> None:
-        """The run is over: compute threads that hang or are slow go on, and workers that hang vanish."""
+        """The run is over: workers that are slow go on, those that hang vanish."""
         self._over.set()
         for peer in list(self._hung):
             self._kill(peer)
@@ -165,7 +164,7 @@ class Faults:
     ) -> Reply:
         """Answer a call to a worker, as its handler would or as a fault wants it."""
         peer = worker.node.peer_id
-        if peer in self._hung or (call == "fetch" and (peer, caller) in self._cut):
+        if call == "fetch" and (peer, caller) in self._cut:
             await _for_ever()
         scene = _scene(worker, call, caller, header)
 
@@ -233,7 +232,8 @@ class Faults:
             threading.Thread(target=self._kill, args=(scene.peer,), daemon=True).start()
         elif fault.kind == "hang":
             self._hung.add(scene.peer)
-            self._occupy(worker, _LONG_S)
+            # This blocks the worker's event loop: it asks nobody anything, either, as a machine that stands still.
+            self._over.wait()
         elif fault.kind == "cut":
             self._cut.add((scene.peer, scene.caller))
         await _for_ever()

@@ -96,7 +96,7 @@ def test_a_call_that_arrives_twice_counts_once(moment: Moment, undisturbed: Outc
 
 
 @pytest.mark.parametrize("moment", IN_A_STEP)
-def test_a_worker_that_refuses_a_call_is_banned_by_nobody(moment: Moment, undisturbed: Outcome) -> None:
+def test_a_call_that_is_refused_is_made_again_or_elsewhere(moment: Moment, undisturbed: Outcome) -> None:
     fault = Fault("refuse", moment, stage=1, step=2)
     run, counters, faults = fit(fault)
     _same(run, undisturbed)
