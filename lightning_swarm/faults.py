@@ -54,10 +54,10 @@ class Fault:
 
     Args:
         kind: ``"kill"``: the worker vanishes without a word. ``"hang"``: it stands still, answers nothing and asks
-            nothing. ``"slow"``: its compute thread is occupied for ``seconds``. ``"cut"``: the worker that fetches gets nothing from this
-            one any more, while all other links work. ``"corrupt"``: the tensors that it gives are of other shapes and
-            dtypes. ``"nan"``: they hold NaN. ``"duplicate"``: the call arrives twice. ``"refuse"``: the worker says
-            that it is busy.
+            nothing. ``"slow"``: its compute thread is occupied for ``seconds``. ``"cut"``: the worker that fetches gets
+            nothing from this one any more, while all other links work. ``"corrupt"``: the tensors that it gives are of
+            other shapes and dtypes. ``"nan"``: they hold NaN. ``"duplicate"``: the call arrives twice. ``"refuse"``:
+            the worker says that it is busy.
         moment: ``"forward"``: a microbatch arrives. ``"forwarded"``: its activation, or the last stage's gradient, is
             in the outbox. ``"fetched"``: another worker fetches one of them. ``"accumulated"``: the microbatch is done,
             the answer not sent. ``"reduce"``, ``"reduced"``: the first phase of the step's end arrives, and is done.
