@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_swarm.swarm.calls import Context
-from lightning_swarm.swarm.errors import PeerUnreachable, SourceFailed
+from lightning_swarm.swarm.calls import Context, ProbeReply, Wait
+from lightning_swarm.swarm.errors import PeerUnreachable, SourceFailed, SwarmError
 from lightning_swarm.swarm.tree import encode_tree
 from lightning_swarm.trainer.flight import Flight, Job
 from lightning_swarm.trainer.microbatches import Microbatch
-from lightning_swarm.trainer.pipeline import Pipeline
+from lightning_swarm.trainer.pipeline import Pipeline, check_links
 from lightning_swarm.trainer.roster import Roster
 
 ANSWER = ({"effects": encode_tree({})[0], "compute_s": 0.01, "held_bytes": 0, "transfers": {}}, [])
@@ -27,10 +27,14 @@ class Wire:
         self.sent: Counter[tuple[str, str]] = Counter()
         self.allow_nan: dict[str, bool] = {}
         """Of the last task, by worker."""
+        self.offered_s: dict[str, float | None] = {}
+        """Since when those who answer a probe have what they are asked for."""
 
     async def call(self, peer: str, name: str, header: dict[str, Any], *rest: Any, **options: Any) -> Any:
         if name == "probe":
-            return {"computing_s": 0.0}, []
+            if peer not in self.offered_s:
+                raise PeerUnreachable("gone", peer)
+            return {"computing_s": 0.0, "offered_s": self.offered_s[peer]}, []
         key = peer, header["microbatch"]
         self.sent[key] += 1
         self.allow_nan[peer] = header.get("allow_nan", False)
@@ -245,3 +249,27 @@ def test_a_worker_that_sends_wrong_shapes_is_banned_and_a_busy_one_is_asked_agai
         await running
 
     drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def _blamed(offered_s: dict[str, float | None], *waits: Wait, patience_s: float = 2.0) -> tuple[str | None, str] | None:
+    """The peer and the cause that follow from what a silent worker waits for."""
+    swarm = Swarm(("a", 0), ("b", 1))
+    swarm.wire.offered_s = offered_s
+    swarm.roster.transferred("a", "b", 1.0)
+    try:
+        asyncio.run(check_links(swarm.wire, swarm.roster, "b", ProbeReply(0.0, 0, waits), patience_s))  # type: ignore[arg-type]
+    except SwarmError as error:
+        assert isinstance(error, SourceFailed)
+        return error.peer, error.cause
+    return None
+
+
+def test_a_link_is_dead_when_what_one_worker_waits_for_has_been_offered_by_the_other_for_long() -> None:
+    long, short = Wait("a", "0:0/a1", 9.0), Wait("a", "0:0/a1", 3.0)
+    assert _blamed({"a": 8.0}, long) == ("a", "DeadlineExceeded")
+    assert _blamed({"a": None}, long) is None, "it is not there yet"
+    assert _blamed({"a": 1.0}, long) is None, "it may be on its way"
+    assert _blamed({"a": 8.0}, short) is None, "four usual transfers have not passed"
+    assert _blamed({"a": 8.0}, long, patience_s=10.0) is None
+    assert _blamed({}, long) == ("a", "PeerUnreachable")
+    assert _blamed({"a": 8.0}) is None
