@@ -92,19 +92,26 @@ class Pipeline:
         """
         started: list[asyncio.Task[None]] = []
         self._stages_done = stages_done
-        self._total = len(self._flying) + len(flights)
+        if any(flight.job.training for flight in flights):
+            self._total = len(self._flying) + len(flights)
         try:
             for flight in flights:
                 await self._await_slot(started)
                 await self._start(flight)
                 started.append(asyncio.create_task(self._settle(flight), name=f"microbatch {flight.name}"))
             await _all_or_first_error(started)
+        except BaseException:
+            for flight in flights:
+                if not flight.landed:
+                    self._abandon(flight)
+            raise
         finally:
             self._stages_done = None
             for task in started:
                 task.cancel()
+            # Training's stay: a worker that is given up now, or later in the step, leaves parts of them to be repeated.
             for flight in flights:
-                if not flight.job.training or not flight.landed:
+                if not flight.job.training:
                     self._abandon(flight)
 
     async def _await_slot(self, started: list[asyncio.Task[None]]) -> None:
@@ -338,13 +345,15 @@ class Pipeline:
     @property
     def complete(self) -> bool:
         """Whether every microbatch of the step is accumulated at every stage, by somebody who takes part still."""
-        return not self.ledger.missing(self._flying) and self.ledger.holders() <= self._roster.workers.keys()
+        known = len(self._flying) == self._total and not self.ledger.missing(self._flying)
+        return known and self.ledger.holders() <= self._roster.workers.keys()
 
     def forget(self) -> None:
         """The step is committed."""
         for flight in list(self._flying.values()):
             self._abandon(flight)
         self.ledger.clear()
+        self._total = 0
 
 
 async def probe(node: Node, worker: str, request: ProbeRequest) -> ProbeReply:

@@ -47,6 +47,11 @@ class Wire:
             while key not in self.pending or self.pending[key].done():
                 await self._moment()
 
+    async def until(self, happens: Callable[[], bool]) -> None:
+        """Not one turn of the event loop later."""
+        while not happens():
+            await self._moment()
+
     async def _moment(self) -> None:
         await asyncio.sleep(0)
 
@@ -273,3 +278,25 @@ def test_a_link_is_dead_when_what_one_worker_waits_for_has_been_offered_by_the_o
     assert _blamed({"a": 8.0}, long, patience_s=10.0) is None
     assert _blamed({}, long) == ("a", "PeerUnreachable")
     assert _blamed({"a": 8.0}) is None
+
+
+def test_a_worker_given_up_when_all_has_landed_leaves_its_part_to_be_repeated() -> None:
+    """Between the last answer and the moment when whoever waits for all of them goes on."""
+
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("b", "0:0"))
+        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
+        other = {"a1": "a2", "a2": "a1"}[first]
+        swarm.wire.answer(first)
+        swarm.wire.answer("b")
+        await swarm.wire.until(lambda: not any(t.get_name() == "microbatch 0:0" for t in asyncio.all_tasks()))
+        assert swarm.pipeline.complete and not running.done()
+        swarm.pipeline.lose(first)
+        await swarm.wire.asked((other, "0:0"))
+        swarm.wire.answer(other)
+        await running
+        await swarm.pipeline.repair()
+        assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {other, "b"}
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
