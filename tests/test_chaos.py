@@ -13,6 +13,7 @@ from lightning_swarm.testing import Fault, Faults
 from tests.harness import Outcome, difference, fit_swarm
 from tests.models import CASES, GPT
 
+pytestmark = pytest.mark.chaos
 CASE = CASES["gpt"]
 STEPS = 4
 
