@@ -116,6 +116,18 @@ def read_secret(file: Path) -> str:
     return secret
 
 
+def _secret(options: argparse.Namespace) -> bytes | None:
+    return None if options.secret_file is None else read_secret(options.secret_file).encode()
+
+
+def _stopped() -> threading.Event:
+    """Set by Ctrl-C and SIGTERM from now on."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped
+
+
 def _addresses(given: Sequence[str] | None) -> list[str]:
     return [address for text in given or () for address in text.split(",") if address]
 
@@ -198,11 +210,9 @@ def _bootstrap(options: argparse.Namespace) -> int:
     from lightning_swarm.swarm.node import Node
 
     run_id = options.run_id or secrets.token_hex(4)
-    secret = read_secret(options.secret_file).encode() if options.secret_file is not None else None
+    secret = _secret(options)
     initial_peers = _addresses(options.initial_peers)
-    done = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: done.set())
+    done = _stopped()
     with Node(
         run_id=run_id,
         initial_peers=initial_peers,
@@ -227,7 +237,7 @@ def _status(options: argparse.Namespace) -> int:
 
     if not options.every > 0:
         raise MisconfigurationException(f"--every {options.every:g} must be positive.")
-    secret = read_secret(options.secret_file).encode() if options.secret_file is not None else None
+    secret = _secret(options)
     initial_peers = _addresses(options.initial_peers)
     with Node(run_id=options.run_id, initial_peers=initial_peers, secret=secret) as node:
         node.run(refuse_other_runs(node, initial_peers))
@@ -238,9 +248,7 @@ def _status(options: argparse.Namespace) -> int:
             return 0 if status.alive else 1
         from rich.live import Live
 
-        done = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: done.set())
+        done = _stopped()
         with Live(show(status), auto_refresh=False) as live:
             while not done.wait(options.every):
                 live.update(show(node.run(reader.read())), refresh=True)

@@ -4,8 +4,6 @@ The trainer knows best and is asked first (the call ``report``). When it is gone
 the workers themselves announce in the DHT is shown: that says less, but survives the trainer.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,14 +13,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lightning_swarm.swarm.calls import TrainerRecord, WorkerRecord
+from lightning_swarm.swarm.calls import WorkerRecord
 from lightning_swarm.swarm.errors import PeerBusy, SwarmError
+from lightning_swarm.swarm.finding import announced_trainer, told_trainer
 from lightning_swarm.swarm.node import Node
 
 __all__ = ["StatusReader", "SwarmStatus", "WorkerStatus", "show"]
 
 _REPORT_WITHIN_S = 10.0
-_ASK_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,12 @@ class StatusReader:
 
     def __init__(self, node: Node, initial_peers: Sequence[str]) -> None:
         self._node = node
-        self._known = [address.rpartition("/p2p/")[2] for address in initial_peers]
+        self._initial_peers = list(initial_peers)
         self._last: tuple[float, int] = (0.0, 0)
 
     async def read(self) -> SwarmStatus:
         """One look. On the node's event loop."""
-        trainer = await self._find_trainer()
+        trainer = await announced_trainer(self._node) or await told_trainer(self._node, self._initial_peers)
         why = "no trainer is there"
         if trainer is not None:
             try:
@@ -127,17 +125,6 @@ class StatusReader:
                 trainer, why = None, f"the trainer does not answer: {error}"
         records = await self._node.directory.read("worker", WorkerRecord)
         return announced(self._node.run_id, trainer, records, why)
-
-    async def _find_trainer(self) -> str | None:
-        records = await self._node.directory.read("trainer", TrainerRecord)
-        if records:
-            return max(records, key=lambda peer: records[peer].started_s)
-        for peer in self._known:
-            with contextlib.suppress(SwarmError, asyncio.TimeoutError):
-                answer, _ = await self._node.call(peer, "trainer", {}, deadline_s=_ASK_WITHIN_S)
-                if isinstance(answer.get("trainer"), str):
-                    return str(answer["trainer"])
-        return None
 
     def _reported(self, trainer: str, report: Mapping[str, Any]) -> SwarmStatus:
         elapsed_s, samples = float(report["elapsed_s"]), int(report["samples"])

@@ -164,7 +164,6 @@ def held() -> list[str]:
     return []
 
 
-@pytest.mark.xdist_group("start and stop")
 @pytest.mark.parametrize("time_number", range(20))
 def test_a_swarm_that_was_stopped_leaves_nothing(time_number: int, again_and_again: Run, held: list[str]) -> None:
     again_and_again.rearm()
@@ -266,7 +265,7 @@ def test_many_workers_in_processes_of_their_own_train_as_one(
 def test_neither_their_number_nor_that_they_are_processes_changes_a_bit(start: Start) -> None:
     run = start("train, 3, reproducible")
     strategy = ThreadSwarmStrategy(tiny.Tiny, 2, workers=2, microbatches=8, reproducible=True)
-    weights = tiny.train(strategy, epochs=3)
+    weights = tiny.train(strategy)
     strategy.shutdown()
     assert run.ended() == 0, run.output
     assert told(run, "weights")[0] == weights

@@ -177,17 +177,18 @@ def test_it_serves_its_old_stage_until_it_switches() -> None:
         served.append(len(strategy._session.roster.at_stage(0)))
 
     moved: list[str] = []
-    script = Script({2: lambda s: moved.append(order(s, 0, 1)), 3: look})
+    # By the fourth step both have caught up with what the first, slow microbatches were charged.
+    script = Script({4: lambda s: moved.append(order(s, 0, 1)), 5: look})
 
     class Watch(pl.Callback):
         def on_before_zero_grad(self, trainer: pl.Trainer, *args: Any) -> None:
             """Between the microbatches of a step and its end."""
             session = trainer.strategy._session  # type: ignore[attr-defined]
-            if moved and session.step == 2:
+            if moved and session.step == 4:
                 served.append(len(session.pipeline.ledger.held_by(moved[0])))
 
     swarm = {"workers": 4, "microbatches": 32}
-    fit_swarm(make, CASE.loader(16, batch=32), CUTS, swarm=swarm, callbacks=[script, Watch()])
+    fit_swarm(make, CASE.loader(24, batch=32), CUTS, swarm=swarm, callbacks=[script, Watch()])
     assert len(served) == 2 and all(served)
 
 

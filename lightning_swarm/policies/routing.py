@@ -11,8 +11,8 @@ What is added to the paper's algorithm, each for an incident:
   measured. Whatever is still out is re-charged with the new estimate, so a worker that slows down is followed at once.
 * The queue is ordered by the charge *after* the microbatch, as weighted fair queueing orders by finish tags: a slow
   worker isn't given the last microbatch of a step that a fast one would finish earlier.
-* A new peer enters at the highest charge present, and nobody earns credit while it is idle, full or banned; so nobody
-  is flooded when it comes (back).
+* A new peer enters with the most that anybody has paid, and nobody earns credit while it is idle, full or banned; so
+  nobody is flooded when it comes (back).
 * A timeout is evidence: the time waited is charged and counts as an observation. A peer that came later and has
   answered nothing yet holds at most two microbatches, any other one at most about twice its share of what is out,
   whatever the deadlines are.
@@ -154,7 +154,7 @@ class StochasticWiring:
         self._where: dict[str, int] = {}
 
     def add(self, stage: int, peer: str, *, service_s: float | None = None, capacity: int | None = None) -> None:
-        """A peer serves the stage from now on. It enters at the highest charge present.
+        """A peer serves the stage from now on. It enters with the most that anybody has paid.
 
         Args:
             stage: index of the stage.

@@ -52,7 +52,8 @@ class StageQueue:
 
     Args:
         unproven_limit: microbatches that a newcomer may hold before it has answered any.
-        virtual_s: the highest charge at which a peer was chosen; nobody comes back with less.
+        virtual_s: the most that a peer had paid when it was chosen; nobody comes back with less. What is out does not
+            count in it: estimates are corrected later, and a first guess would shut everybody out who comes meanwhile.
         rate: microbatches a second by the estimates.
         outstanding: microbatches that the stage's peers hold.
         typical_s: the median service time that unmeasured peers were last given.
@@ -70,12 +71,12 @@ class StageQueue:
     edge_s: float = 0.0
 
     def add(self, name: str, service: ServiceTime, declared_s: float | None, capacity: int | None) -> None:
-        """A new peer, at the highest charge present."""
+        """A new peer, which counts as having paid as much as the one that has paid most."""
         estimate = declared_s or self.typical_s or self.median_s() or 1.0
         others = self.peers.values()
         peer = PeerCharge(name, service, estimate, capacity, declared=bool(declared_s))
         peer.newcomer = any(other.service.count for other in others)
-        peer.settled_s = max((other.charge_s for other in others), default=self.virtual_s)
+        peer.settled_s = max((other.settled_s for other in others), default=self.virtual_s)
         self.peers[name] = peer
         self.rate += 1.0 / estimate
         self.push(peer)
@@ -135,7 +136,7 @@ class StageQueue:
         """The peer gets a microbatch."""
         if not peer.outstanding:
             peer.heard_s = now
-        self.virtual_s = max(self.virtual_s, peer.charge_s)
+        self.virtual_s = max(self.virtual_s, peer.settled_s)
         peer.outstanding += 1
         self.outstanding += 1
         peer.queued = False

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _ASK_DEADLINE_S = 5.0
 _ASK_AGAIN_S = 0.5
+_DHT_DEADLINE_S = 3.0  # hivemind's own: a peer of the DHT that takes longer is passed over for another
+_DHT_JOIN_DEADLINE_S = 30.0  # but the only peer one knows may be busy starting its run
 
 _log = logging.getLogger(__name__)
 
@@ -107,13 +109,14 @@ async def _dial(p2p: P2P, maddr: Multiaddr) -> None:
 async def join_dht(p2p: P2P, live: Sequence[str], run_id: str, secret: bytes | None) -> DHTNode:
     """This peer's part of the DHT, joined to that of the live peers.
 
-    Nothing is cached: a swarm has few records, and a stale one is worse than a call.
+    Nothing is cached: a swarm has few records, and a stale one is worse than a call. A live peer that is slow to answer
+    is waited for; one that refuses is not.
 
     Raises:
         MisconfigurationException: When the live peers do not let this one in.
     """
     try:
-        return await DHTNode.create(
+        dht = await DHTNode.create(
             p2p=p2p,
             initial_peers=list(live),
             record_validator=RecordGuard(secret, run_id),
@@ -122,7 +125,11 @@ async def join_dht(p2p: P2P, live: Sequence[str], run_id: str, secret: bytes | N
             cache_on_store=False,
             cache_nearest=0,
             cache_refresh_before_expiry=0,
+            wait_timeout=_DHT_JOIN_DEADLINE_S,
+            bootstrap_timeout=_DHT_DEADLINE_S,
         )
+        dht.protocol.wait_timeout = _DHT_DEADLINE_S
+        return dht
     except (RuntimeError, ValidationError) as error:
         raise MisconfigurationException(
             f"initial_peers: {', '.join(live)} can be reached, but does not let this peer in. Is a peer of the run "

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,8 +114,7 @@ class StepEnd:
 
     def overlap(self, step: int, stages: Collection[int]) -> None:
         """Begin with the gradients of these stages, which have accumulated all of the step's microbatches."""
-        if self._step.number != step:
-            self._step = _Step(step)
+        self._begin(step)
         groups = [group for group in self._open_groups() if self._stages_of(group) <= set(stages)]
         busy = {name for task in self._step.early if not task.done() for name in task.get_name().split()}
         groups = [group for group in groups if group.name not in busy]
@@ -148,8 +147,7 @@ class StepEnd:
         Raises:
             SwarmError: The reduction failed again and again.
         """
-        if self._step.number != step:
-            self._step = _Step(step)
+        self._begin(step)
         for early in list(self._step.early):
             await early
         for _ in range(_MOST_ATTEMPTS):
@@ -180,19 +178,21 @@ class StepEnd:
                 self._roster.remove(suspect)
         self._step.doubted, self._step.suspect = False, None
 
+    def _begin(self, step: int) -> None:
+        if self._step.number != step:
+            self._step = _Step(step)
+
     def _open_groups(self) -> list[Group]:
         """The groups of now that have not summed what their members hold now."""
         groups = self._groups(list(self._roster.workers.values()))
         current = {group.name: group for group in groups}
+        holdings = self._pipeline.ledger.holdings()
         self._step.reduced = {
             name: reduced
             for name, reduced in self._step.reduced.items()
-            if current.get(name) == reduced.group and self._held(reduced.group) == reduced.held
+            if current.get(name) == reduced.group and _held(reduced.group, holdings) == reduced.held
         }
         return [group for group in groups if group.name not in self._step.reduced]
-
-    def _held(self, group: Group) -> dict[str, frozenset[str]]:
-        return {member.peer: self._pipeline.ledger.held_by(member.peer) for member in group.members}
 
     async def _reduce(self, step: int, groups: list[Group]) -> bool:
         """Sum the gradients of these groups.
@@ -203,13 +203,13 @@ class StepEnd:
         attempt = self._step.attempts
         self._step.attempts += 1
         doubted = self._step.doubted
-        held = {group.name: self._held(group) for group in groups}
+        holdings = self._pipeline.ledger.holdings()
         members = {member.peer for group in groups for member in group.members}
         workers = [worker for peer, worker in self._roster.workers.items() if peer in members]
 
         async def reduce(worker: Worker) -> ReduceReply:
             mine = tuple(group for group in groups if any(member.peer == worker.peer for member in group.members))
-            expected = tuple(sorted(held[mine[0].name][worker.peer]))
+            expected = tuple(sorted(holdings.get(worker.peer, ())))
             request = ReduceRequest(
                 self._session, step, attempt, mine, expected, _CALL_DEADLINE_S / 2, self._allow_nan or doubted
             )
@@ -232,7 +232,7 @@ class StepEnd:
             of_group = [replies[member.peer] for member in group.members]
             self._step.reduced[group.name] = _Reduced(
                 group,
-                held[group.name],
+                _held(group, holdings),
                 attempt,
                 of_group[0].squared_norms[group.name],
                 frozenset(name for name in group.parameters if all(name in reply.absent for reply in of_group)),
@@ -386,6 +386,10 @@ class StepEnd:
             if stage in worker.stages
         }
         return tuple(members.values())
+
+
+def _held(group: Group, holdings: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    return {member.peer: holdings.get(member.peer, frozenset()) for member in group.members}
 
 
 def _culprits(errors: dict[str, SwarmError], members: Collection[str]) -> dict[str, SwarmError]:

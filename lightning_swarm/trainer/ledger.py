@@ -55,6 +55,13 @@ class Ledger:
         """Everybody who has accumulated something."""
         return set(self._holders.values())
 
+    def holdings(self) -> dict[str, frozenset[str]]:
+        """What each of them has accumulated."""
+        held: dict[str, list[str]] = defaultdict(list)
+        for (microbatch, _), worker in self._holders.items():
+            held[worker].append(microbatch)
+        return {worker: frozenset(microbatches) for worker, microbatches in held.items()}
+
     def contributors(self) -> dict[int, set[str]]:
         """By stage, the workers that have accumulated something."""
         by_stage: dict[int, set[str]] = defaultdict(set)

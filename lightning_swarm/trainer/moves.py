@@ -41,7 +41,6 @@ class Moves:
         pipeline: Gives workers up.
         boundary: Held while the members of the reductions must not change.
         assignment: What a worker of a stage has to know; ``None`` while nobody has the stage's state.
-        state_bytes: What a stage takes of a worker's memory.
     """
 
     def __init__(
@@ -51,14 +50,12 @@ class Moves:
         pipeline: Pipeline,
         boundary: asyncio.Lock,
         assignment: Callable[[int], Assignment | None],
-        state_bytes: Callable[[int], int],
     ) -> None:
         self._node = node
         self.roster = roster
         self._pipeline = pipeline
         self._boundary = boundary
         self._assignment = assignment
-        self._state_bytes = state_bytes
         self._began_s: dict[str, float] = {}
 
     def allowed(self, worker: Worker) -> frozenset[int] | None:
@@ -68,8 +65,8 @@ class Moves:
         """
         if not worker.memory_bytes:
             return None
-        taken = self._state_bytes(worker.stage) if worker.device.startswith("cpu") else 0
-        fitting = (s for s in range(self.roster.stages) if taken + self._state_bytes(s) <= worker.memory_bytes)
+        taken = self.roster.state_bytes(worker.stage) if worker.device.startswith("cpu") else 0
+        fitting = (s for s in range(self.roster.stages) if taken + self.roster.state_bytes(s) <= worker.memory_bytes)
         return frozenset(fitting) | {worker.stage}
 
     async def order(self, move: Move) -> bool:
@@ -158,8 +155,7 @@ class Moves:
             self._pipeline.lose(worker.peer)
         else:
             log.info("Worker %s moves from stage %d to %d", worker.peer[-6:], worker.stage, worker.moving_to)
-            left = max(1, worker.memory_bytes - self._state_bytes(worker.moving_to)) if worker.memory_bytes else 0
-            self.roster.move(worker.peer, left)
+            self.roster.move(worker.peer)
 
     def _call_off(self, worker: Worker, why: str) -> None:
         log.warning("Worker %s stays at stage %d: %s", worker.peer[-6:], worker.stage, why)

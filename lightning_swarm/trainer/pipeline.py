@@ -254,6 +254,7 @@ class Pipeline:
             reachable = False
         if reachable:
             self._roster.ban_link(link(error.peer, worker))
+            self._roster.withdraw(worker, stage)
             await self._reroute(flight, stage, excluding=worker)
         else:
             await self._replace(flight, neighbour, error, Cause.RESET)

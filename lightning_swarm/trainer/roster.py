@@ -29,8 +29,6 @@ class Worker:
     stage: int
     device: str
     local_index: int
-    free_bytes: int = 0
-    """Memory for microbatches; 0: it does not say."""
     memory_bytes: int = 0
     """What it can hold at all; 0: it does not say."""
     ready: bool = False
@@ -70,6 +68,7 @@ class Roster:
         startup_timeout_s: How long a stage may stay without any worker.
         check: Called while waiting; raises what makes waiting pointless (a local worker that died at its start).
         replaceable: Whether somebody besides a stage's workers has its current state.
+        state_bytes: What a stage's state takes of a worker's memory.
     """
 
     def __init__(
@@ -79,10 +78,12 @@ class Roster:
         startup_timeout_s: float,
         check: Callable[[], None],
         replaceable: Callable[[], bool],
+        state_bytes: Callable[[int], int],
     ) -> None:
         self.stages = stages
         self.counters = counters
         self._replaceable = replaceable
+        self.state_bytes = state_bytes
         self.workers: dict[str, Worker] = {}
         self._startup_timeout_s = startup_timeout_s
         self._check = check
@@ -96,14 +97,10 @@ class Roster:
 
     # Membership
 
-    def join(
-        self, peer: str, device: str, local_index: int, stage: int, free_bytes: int = 0, memory_bytes: int = 0
-    ) -> Worker:
-        """A worker was assigned a stage and fetches its state; it has so much memory for microbatches, and in all (0:
-        enough).
-        """
+    def join(self, peer: str, device: str, local_index: int, stage: int, memory_bytes: int = 0) -> Worker:
+        """A worker was assigned a stage and fetches its state; it has so much memory (0: enough)."""
         self.remove(peer)
-        self.workers[peer] = Worker(peer, stage, device, local_index, free_bytes, memory_bytes)
+        self.workers[peer] = Worker(peer, stage, device, local_index, memory_bytes)
         self.counters["joins"] += 1
         return self.workers[peer]
 
@@ -119,16 +116,14 @@ class Roster:
             self._wiring.add(worker.stage, peer)
             self._notify()
 
-    def move(self, peer: str, free_bytes: int = 0) -> None:
-        """A worker has left its stage for the one that it has prepared for, and will be admitted there; it has so much
-        memory for microbatches there (0: enough).
-        """
+    def move(self, peer: str) -> None:
+        """A worker has left its stage for the one that it has prepared for, and will be admitted there."""
         worker = self.workers[peer]
         assert worker.moving_to is not None
         self._wiring.remove(peer)
         self._deadlines.forget(peer)
         worker.stage, worker.moving_to, worker.ready = worker.moving_to, None, False
-        worker.free_bytes, worker.processed, worker.compute_s = free_bytes, 0, 0.0
+        worker.processed, worker.compute_s = 0, 0.0
         self.counters["moves"] += 1
         self._notify()
 
@@ -266,9 +261,10 @@ class Roster:
         worker = self.workers.get(peer)
         if worker is not None:
             worker.processed += 1
-            if worker.free_bytes and held_bytes:
-                self._wiring.limit(peer, max(1, worker.free_bytes // held_bytes))
             worker.compute_s += compute_s
+            if worker.memory_bytes and held_bytes:
+                free_bytes = worker.memory_bytes - self.state_bytes(worker.stage)
+                self._wiring.limit(peer, max(1, free_bytes // held_bytes))
 
     def transferred(self, source: str, target: str, seconds: float) -> None:
         """A microbatch's tensors took so long from one worker to another."""

@@ -186,9 +186,7 @@ class Session:
             assignment = self._assignment(stage)
             if assignment is None:
                 return JoinReply("wait").to_dict(), []
-            memory = request.memory_bytes
-            free_bytes = max(1, memory - self._state_bytes(stage)) if memory else 0
-            self.roster.join(caller, request.device, request.local_index, stage, free_bytes, memory)
+            self.roster.join(caller, request.device, request.local_index, stage, request.memory_bytes)
             self._joined(request.local_index, stage)
         log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
@@ -296,10 +294,11 @@ class Session:
             self._settings.startup_timeout_s,
             self._check,
             replaceable=lambda: self.origin.version == self.step,
+            state_bytes=self._state_bytes,
         )
         self.pipeline = Pipeline(self._node, self.roster, self._settings.in_flight)
         self._step_end = StepEnd(self._node, self.roster, self.pipeline, plan, self._identity.session)
-        self.moves = Moves(self._node, self.roster, self.pipeline, self._boundary, self._assignment, self._state_bytes)
+        self.moves = Moves(self._node, self.roster, self.pipeline, self._boundary, self._assignment)
         self._planned_event.set()
         if replaced is not None and old is not None:
             await self._tell(list(old.workers), FinishRequest(self._identity.session, True, False, None))

@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -11,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.swarm.calls import FinishRequest, TrainerRecord, WorkerRecord
+from lightning_swarm.swarm.calls import FinishRequest, WorkerRecord
 from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.swarm.finding import announced_trainer, told_trainer
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.rpc import Handler
 from lightning_swarm.swarm.switchboard import Reply, Switchboard
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "move", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
-_ASK_DEADLINE_S = 5.0
 _ANNOUNCE_EVERY_S = 10.0
 
 Around = Callable[["WorkerPeer", str, str, dict[str, Any], list[Tensor], Handler], Awaitable[Reply]]
@@ -44,7 +43,7 @@ class WorkerPeer:
         self, node: Node, initial_peers: Sequence[str], trainer_timeout_s: float, around: Around | None = None
     ) -> None:
         self.node = node
-        self._known = [address.rpartition("/p2p/")[2] for address in initial_peers]
+        self._initial_peers = list(initial_peers)
         self.count = -1
         """The current session's number."""
         self._trainer_timeout_s = trainer_timeout_s
@@ -145,15 +144,6 @@ class WorkerPeer:
             if answer["session"] > self.count:
                 return True
 
-    async def _ask_around(self) -> str | None:
-        """Ask the initial peers: quicker than the DHT, which is for when these are gone."""
-        for peer in self._known:
-            with contextlib.suppress(SwarmError):
-                answer, _ = await self.node.call(peer, "trainer", {}, deadline_s=_ASK_DEADLINE_S)
-                if isinstance(answer.get("trainer"), str):
-                    return answer["trainer"]
-        return None
-
     async def _tell_trainer(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Any:
         return {"trainer": self._trainer}, []
 
@@ -161,11 +151,10 @@ class WorkerPeer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._trainer_timeout_s
         while loop.time() < deadline:
-            if (told := await self._ask_around()) is not None:
-                return told
-            records = await self.node.directory.read("trainer", TrainerRecord)
-            if records:
-                return max(records, key=lambda peer: records[peer].started_s)
+            # The initial peers are quicker than the DHT, which is for when these are gone.
+            found = await told_trainer(self.node, self._initial_peers) or await announced_trainer(self.node)
+            if found is not None:
+                return found
             await asyncio.sleep(0.3)
         raise TrainerGone(
             f"No trainer of run {self.node.run_id!r} was found within {self._trainer_timeout_s:.0f} s "

@@ -97,7 +97,8 @@ class StageServer:
         self._evaluated_before = 0
         self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
         self._samples = 0
-        self._held_bytes = 0
+        self._held_bytes: int | None = None
+        """What one training microbatch keeps for its backward pass, as the first one did."""
         self.forward_s = self.backward_s = self.waiting_s = 0.0
         self.processed = 0
 
@@ -162,7 +163,7 @@ class StageServer:
         reply = {
             "effects": header,
             "compute_s": progress.compute_s,
-            "held_bytes": self._held_bytes,
+            "held_bytes": self._held_bytes or 0,
             "transfers": progress.transfers,
         }
         return reply, reply_tensors
@@ -198,13 +199,13 @@ class StageServer:
             task.batch, tensors, restore=lambda spec: GhostLeaf(tuple(spec[0]), getattr(torch, spec[1]))
         )
         self._recorder.begin(context.attributes)
-        weigh = task.training and not self._held_bytes
-        saved = SavedBytes(self.stage.owned_parameters().values())
+        unweighed = task.training and self._held_bytes is None
+        saved = SavedBytes(self.stage.owned_parameters().values()) if unweighed else None
         try:
             with (
                 self._step_context(task.kind),
                 torch.set_grad_enabled(task.training),
-                saved if weigh else contextlib.nullcontext(),
+                saved or contextlib.nullcontext(),
             ):
                 output = self.stage.run(
                     task.kind,
@@ -216,7 +217,7 @@ class StageServer:
                 )
         finally:
             effects = self._recorder.end()
-        if weigh:
+        if saved is not None:
             self._held_bytes = saved.bytes
         if signature.speaking[self.index]:
             progress.effects = asdict(effects)

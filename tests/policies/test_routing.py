@@ -349,3 +349,19 @@ def test_a_peer_holds_no_more_than_its_memory_allows() -> None:
     wiring.limit("small", 1)
     assert [wiring.pick(0, 1.0) for _ in range(5)].count("small") == 1
     wiring.limit("nobody", 1)
+
+
+def test_who_comes_while_all_is_guessed_is_not_shut_out_when_the_guess_was_far_too_high() -> None:
+    """Before the first answer a microbatch is taken to last a second; they take 5 ms."""
+    wiring = StochasticWiring(1)
+    wiring.add(0, "first")
+    for _ in range(3):
+        wiring.pick(0, 0.0)
+    wiring.add(0, "second")
+    for _ in range(3):
+        wiring.complete(0, "first", 0.005, now=1.0)
+    chosen = []
+    for _ in range(100):
+        chosen.append(wiring.pick(0, 2.0))
+        wiring.complete(0, chosen[-1], 0.005, now=2.0)
+    assert 40 <= chosen.count("second") <= 60

@@ -115,17 +115,16 @@ def all_calls(strategy: Any = "swarm") -> list[Any]:
     return results
 
 
-class Gates(pl.Callback):
-    """Before some steps, says so and waits until that many workers are ready. Tells the loss of every step."""
+class AllReady(pl.Callback):
+    """Waits before the second step until that many workers are ready. Tells the loss of every step."""
 
-    def __init__(self, gates: dict[int, int]) -> None:
-        self.gates = gates
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         strategy: Any = trainer.strategy
-        if index in self.gates and trainer.is_global_zero:
-            print("before step", index, flush=True)
-            while sum(row["ready"] for row in strategy.report()["workers"]) != self.gates[index]:
+        if index == 1 and trainer.is_global_zero:
+            while sum(row["ready"] for row in strategy.report()["workers"]) != self.workers:
                 threading.Event().wait(0.1)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
@@ -133,13 +132,12 @@ class Gates(pl.Callback):
             print("loss", float(outputs["loss"]), flush=True)
 
 
-def train(strategy: Any, gates: dict[int, int] | None = None, epochs: int = 1) -> list[float]:
-    """Fit, and tell the weights that came out."""
+def train(strategy: Any, *callbacks: pl.Callback) -> list[float]:
+    """Fit twelve batches, and tell the weights that came out."""
     pl.seed_everything(7, verbose=False)
     module = Tiny()
-    callbacks: list[pl.Callback] = [Watch()] if gates is None else [Watch(), Gates(gates)]
-    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=1)
-    trainer.fit(module, data(epochs))
+    trainer = make_trainer(strategy, callbacks=[Watch(), *callbacks])
+    trainer.fit(module, data(3))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
     if trainer.is_global_zero:
         print("weights", json.dumps(weights), flush=True)
@@ -162,7 +160,7 @@ def main() -> None:
         print("trained", flush=True)
     elif what == "train":
         workers, reproducible = int(more[0]), more[1:] == ["reproducible"]
-        train(SwarmStrategy(stages=2, workers=workers, microbatches=8, reproducible=reproducible), {1: workers}, 3)
+        train(SwarmStrategy(stages=2, workers=workers, microbatches=8, reproducible=reproducible), AllReady(workers))
 
 
 if __name__ == "__main__":

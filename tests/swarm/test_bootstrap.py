@@ -1,8 +1,10 @@
 """Addresses that do not work are named at once, those that do are enough."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,17 @@ def test_one_live_peer_is_enough(node: Node, caplog: pytest.LogCaptureFixture) -
     with Node(run_id="bootstrap", initial_peers=[dead, *node.maddrs]) as second:
         assert second.peer_id != node.peer_id
     assert "some cannot be reached" in caplog.text and dead in caplog.text
+
+
+def test_the_only_peer_may_be_busy(node: Node) -> None:
+    async def hold_the_loop(seconds: float) -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, seconds)
+        await asyncio.sleep(seconds)
+
+    with ThreadPoolExecutor() as pool:
+        busy = pool.submit(node.run, hold_the_loop(4.0))  # longer than hivemind waits
+        with Node(run_id="bootstrap", initial_peers=node.maddrs):
+            busy.result()
 
 
 def test_a_failed_start_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -64,7 +64,7 @@ class Swarm:
 
     def __init__(self, *workers: tuple[str, int]) -> None:
         self.wire = Wire()
-        self.roster = Roster(2, Counter(), 10.0, check=lambda: None, replaceable=lambda: False)
+        self.roster = Roster(2, Counter(), 10.0, check=lambda: None, replaceable=lambda: False, state_bytes=lambda _: 0)
         for peer, stage in workers:
             self.join(peer, stage)
         self.pipeline = Pipeline(self.wire, self.roster, in_flight=4)  # type: ignore[arg-type]
@@ -89,6 +89,13 @@ class Swarm:
             for order in range(count)
         ]
 
+    async def one_under_way(self) -> tuple[asyncio.Task[None], str, str]:
+        """A microbatch that b and one of a1 and a2 were asked for: its run, that one, and the other one."""
+        running = asyncio.create_task(self.pipeline.run(self.flights(1)))
+        await self.wire.asked(("b", "0:0"))
+        first = next(peer for peer, _ in self.wire.pending if peer.startswith("a"))
+        return running, first, {"a1": "a2", "a2": "a1"}[first]
+
 
 def drive(scenario: Callable[[Swarm], Awaitable[None]], workers: Sequence[tuple[str, int]]) -> None:
     async def run() -> None:
@@ -99,10 +106,7 @@ def drive(scenario: Callable[[Swarm], Awaitable[None]], workers: Sequence[tuple[
 
 def test_the_answer_of_a_worker_that_was_given_up_meanwhile_does_not_count() -> None:
     async def scenario(swarm: Swarm) -> None:
-        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
-        await swarm.wire.asked(("b", "0:0"))
-        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
-        other = {"a1": "a2", "a2": "a1"}[first]
+        running, first, other = await swarm.one_under_way()
         swarm.wire.answer("b")
         # The answer is there, but whoever waits for it has not run yet.
         swarm.wire.answer(first)
@@ -161,9 +165,7 @@ def test_what_a_worker_computes_is_asked_of_another_as_soon_as_it_is_given_up() 
 
 def test_what_a_worker_leaves_during_the_commit_is_not_repeated() -> None:
     async def scenario(swarm: Swarm) -> None:
-        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
-        await swarm.wire.asked(("b", "0:0"))
-        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
+        running, first, other = await swarm.one_under_way()
         swarm.wire.answer("b")
         swarm.wire.answer(first)
         await running
@@ -173,7 +175,6 @@ def test_what_a_worker_leaves_during_the_commit_is_not_repeated() -> None:
             for _ in range(10):
                 await asyncio.sleep(0)
         swarm.pipeline.forget()
-        other = {"a1": "a2", "a2": "a1"}[first]
         assert swarm.wire.sent[other, "0:0"] == 0
         assert swarm.roster.workers.keys() == {other, "b"}
 
@@ -284,10 +285,7 @@ def test_a_worker_given_up_when_all_has_landed_leaves_its_part_to_be_repeated() 
     """Between the last answer and the moment when whoever waits for all of them goes on."""
 
     async def scenario(swarm: Swarm) -> None:
-        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
-        await swarm.wire.asked(("b", "0:0"))
-        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
-        other = {"a1": "a2", "a2": "a1"}[first]
+        running, first, other = await swarm.one_under_way()
         swarm.wire.answer(first)
         swarm.wire.answer("b")
         await swarm.wire.until(lambda: not any(t.get_name() == "microbatch 0:0" for t in asyncio.all_tasks()))
