@@ -99,8 +99,10 @@ class Daemon:
         Raises:
             SwarmError: When it does not start.
         """
-        ours, self._lease = os.pipe()
+        lease, self._lease = os.pipe()
         let_go_in_children(self, self._lease)
+        # Not a pipe: of what is no socket, uvloop closes the descriptor twice, and by then it may be another thread's.
+        ours, theirs = socket.socketpair()
         # Measured: a Go runtime with as many threads as cores spins between small messages, which costs three times the
         # CPU time; and with its default heap growth it collects garbage at every other megabyte.
         threads = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
@@ -120,19 +122,22 @@ class Daemon:
                     self.directory,
                     *self._arguments,
                 ],
-                stdin=ours,
-                stdout=subprocess.PIPE,
+                stdin=lease,
+                stdout=theirs,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=environment,
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
-            os.close(ours)
-        assert self._janitor.stdout is not None
+            os.close(lease)
+            theirs.close()
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
         output = _Output(ready, lambda: None if self._closed else on_end())
-        await loop.connect_read_pipe(lambda: output, self._janitor.stdout)
+        await loop.create_unix_connection(lambda: output, sock=ours)
         try:
             await asyncio.wait_for(ready, timeout_s)
         except asyncio.TimeoutError as error:

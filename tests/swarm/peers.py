@@ -55,8 +55,11 @@ class PeerProcess:
         return found
 
     def signal(self, number: int) -> None:
-        """Sends the process a signal."""
+        """Sends the process a signal; one that is to stop has stopped on return."""
         self.process.send_signal(number)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while number == signal.SIGSTOP and any(_state(thread) != "T" for thread in threads.iterdir()):
+            time.sleep(0.001)
 
     def is_gone(self, within_s: float = 5.0) -> bool:
         """Whether its daemons and files vanish."""
@@ -73,6 +76,10 @@ class PeerProcess:
         self.process.wait()
         if self.child:
             os.kill(self.child, signal.SIGKILL)
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(") ")[2][0]
 
 
 def main() -> None:
@@ -96,8 +103,8 @@ def main() -> None:
         time.sleep(1000)
         os._exit(0)
     directory = str(Path(node._context.control_path).parent)
-    print(directory, child, node.peer_id, *node.maddrs, flush=True)
     try:
+        print(directory, child, node.peer_id, *node.maddrs, flush=True)
         sys.stdin.read()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
