@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test chaos lint format docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_lm.py --stages 4
 
 test: lint
 	$(BIN)/python -m pytest
+
+chaos: $(READY)
+	$(BIN)/python -m pytest -m chaos
 
 lint: $(READY)
 	$(BIN)/ruff check .

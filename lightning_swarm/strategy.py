@@ -210,6 +210,7 @@ class SwarmStrategy(Strategy):
         self._trainer_timeout_s = trainer_timeout
         self._peer: TrainerPeer | WorkerPeer | None = None
         self._local: launching.LocalWorkers | None = None
+        self._faults: Any = None  # What lightning_swarm.testing.Faults puts here for its `inject`.
         self._session: Session | None = None
         self._attributes: dict[str, Any] = {}
         self._clamped = False
@@ -362,7 +363,8 @@ class SwarmStrategy(Strategy):
         if self.role == "worker":
             if launching.THREADS in os.environ:
                 torch.set_num_threads(int(os.environ[launching.THREADS]))
-            self._peer = WorkerPeer(node, self._initial_peers, self._trainer_timeout_s)
+            around = self._faults.around if self._faults is not None else None
+            self._peer = WorkerPeer(node, self._initial_peers, self._trainer_timeout_s, around)
             return
         self._peer = TrainerPeer(node)
         rank_zero_info(

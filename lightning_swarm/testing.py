@@ -1,7 +1,8 @@
 """A whole swarm in one process, for tests of the swarm and of your own set-ups.
 
 Every worker is a thread that runs Lightning with ``role="worker"``; everything else is real: each has a libp2p peer
-of its own, and all that crosses between them crosses the network stack.
+of its own, and all that crosses between them crosses the network stack. :class:`Faults` makes them fail, at exactly
+the moments that you choose.
 """
 
 import threading
@@ -12,10 +13,13 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_swarm.faults import Fault, Faults
 from lightning_swarm.launcher import WorkerDied
 from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.worker.executor import PROCESS_GENERATORS
+
+__all__ = ["Fault", "Faults", "ThreadSwarmStrategy"]
 
 
 class _ThreadWorkers:
@@ -45,6 +49,8 @@ class _ThreadWorkers:
             strategy = SwarmStrategy(
                 role="worker", initial_peers=self._node.maddrs, run_id=self._node.run_id, **options
             )
+            if self._strategy.faults is not None:
+                self._strategy.faults.inject(strategy)
             self.strategies[index] = strategy
             trainer = Trainer(
                 strategy=strategy,
@@ -82,6 +88,8 @@ class _ThreadWorkers:
 
     def end(self, wait_s: float = 10.0) -> None:
         """Wait for the threads, which cannot be killed: the trainer has told them that the run is over."""
+        if self._strategy.faults is not None:
+            self._strategy.faults.end()
         for thread in self._threads:
             thread.join(timeout=10.0)
 
@@ -96,6 +104,7 @@ class ThreadSwarmStrategy(SwarmStrategy):
         calls: The Lightning calls that the script makes, in order; a worker follows them.
         worker_options: More arguments for the workers' strategies.
         worker_trainer_options: More arguments for their ``Trainer``, such as ``precision``.
+        faults: What shall happen to the workers, and when.
         options: More arguments for ``SwarmStrategy``.
 
     Example:
@@ -112,6 +121,7 @@ class ThreadSwarmStrategy(SwarmStrategy):
         calls: Sequence[str] = ("fit",),
         worker_options: dict[str, Any] | None = None,
         worker_trainer_options: dict[str, Any] | None = None,
+        faults: Faults | None = None,
         **options: Any,
     ) -> None:
         super().__init__(stages=stages, workers=workers, **options)
@@ -120,6 +130,10 @@ class ThreadSwarmStrategy(SwarmStrategy):
         self.calls = tuple(calls)
         self.worker_options = worker_options or {}
         self.worker_trainer_options = worker_trainer_options or {}
+        self.faults = faults
 
     def _start_workers(self, node: Node) -> Any:
-        return _ThreadWorkers(self, node)
+        workers = _ThreadWorkers(self, node)
+        if self.faults is not None:
+            self.faults.kill_with(workers.kill)
+        return workers

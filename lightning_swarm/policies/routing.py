@@ -77,6 +77,13 @@ class LinkCosts:
         before = self._seconds.get((source, target), seconds)
         self._seconds[source, target] = before + self.smoothing * (seconds - before)
 
+    def patience_s(self, source: str, target: str, factor: float = 4.0) -> float:
+        """How long a transfer may take before the link counts as dead: so many times what it usually takes, or, where
+        nothing was measured, what the slowest link takes.
+        """
+        known = self._seconds.get((source, target))
+        return factor * (max(self._seconds.values(), default=self.default_s) if known is None else known)
+
     def forget(self, peer: str) -> None:
         """The peer has left."""
         self._seconds = {link: seconds for link, seconds in self._seconds.items() if peer not in link}

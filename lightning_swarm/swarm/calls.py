@@ -1,23 +1,6 @@
 """The calls of the protocol and what they carry.
 
-============ ========  ==========================================================================================
-call         to        meaning
-============ ========  ==========================================================================================
-``join``     trainer   I would serve; the answer says which stage, under which plan, and who has its state
-``ready``    trainer   I hold my stage's state (or fetch it still and receive the steps meanwhile)
-``prepared`` trainer   I hold the state of the stage that I am to move to, or cannot get it
-``leave``    trainer   I am going
-``ping``     trainer   are you there, and is this still your session?
-``process``  worker    make sure that one microbatch is accumulated (or evaluated) at your stage
-``fetch``    any peer  the tensors of one entry of your outbox, as soon as they exist
-``reduce``   worker    check that you accumulated exactly these microbatches, then sum gradients with the group
-``commit``   worker    apply the reduced gradients: you are at the next step then
-``state``    any peer  parameters, buffers and optimizer state of a stage
-``move``     worker    prepare for another stage; later: serve it from now on
-``finish``   worker    the session is over
-``stats``    worker    what have you done so far, and what waits for you?
-============ ========  ==========================================================================================
-
+============ ========  ===================================================================================
 All are idempotent: a repeated call finds its work done and answers the same.
 """
 
@@ -120,6 +103,8 @@ class Task(Message):
     signature: dict[str, Any] | None
     """The step's signature, where the plan that the worker holds lacks it."""
     deadline_s: float
+    allow_nan: bool = False
+    """Whether NaN from another worker is to be taken as it is: others have found the same."""
 
     @property
     def training(self) -> bool:
@@ -163,6 +148,40 @@ class ReduceRequest(Message):
     expected: tuple[str, ...]
     """The microbatches that the ledger says this worker has accumulated."""
     deadline_s: float
+    allow_nan: bool = False
+    """Whether NaN from another member is to be taken as it is."""
+
+
+@dataclass(frozen=True)
+class ProbeRequest(Message):
+    """Asks a silent worker what it does."""
+
+    microbatch: str | None = None
+    """About this one; without it, about reductions."""
+    key: str | None = None
+    """Whether this entry of its outbox is there."""
+
+
+@dataclass(frozen=True)
+class Wait(Message):
+    """A fetch that has not been answered."""
+
+    peer: str
+    key: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProbeReply(Message):
+    """What a worker does."""
+
+    computing_s: float
+    """For how long the closure that runs now has run; 0 between closures."""
+    queued: int = 0
+    waits: tuple[Wait, ...] = ()
+    """What it fetches, longest first."""
+    offered_s: float | None = None
+    """Since when the entry asked about is there; ``None``: it is not."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ class ProtocolError(SwarmError):
     """The peer sent what it must not send: it speaks another version, or lies, or is broken."""
 
 
+class NotFinite(SwarmError):
+    """The peer sent NaN where none was expected: it is broken, unless others find the same."""
+
+
 class CallerError(SwarmError):
     """Our own mistake, as the peer says or as seen before sending. No other peer would do better: raise it at once."""
 

@@ -41,11 +41,13 @@ class Entry:
         header: Small things that go with them, as msgpack carries them.
         waited_s: Of a fetched entry: how long the fetch waited for it at the producer; the rest of its time was
             transfer.
+        put_s: In an outbox: since when it is there, on the clock ``time.monotonic``.
     """
 
     tensors: tuple[Tensor, ...] = ()
     header: Mapping[str, Any] = field(default_factory=dict)
     waited_s: float = 0.0
+    put_s: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -79,6 +81,12 @@ class Outbox:
         with self._lock:
             return list(self._entries)
 
+    def offered_s(self, key: Key) -> float | None:
+        """For how many seconds the entry has been there; ``None`` if it is not."""
+        with self._lock:
+            entry = self._entries.get(key)
+        return None if entry is None else time.monotonic() - entry.put_s
+
     def put(
         self,
         key: Key,
@@ -86,7 +94,7 @@ class Outbox:
         header: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes an entry, in place of one that may be there, and wakes those who wait for it."""
-        entry = Entry(tuple(tensor.detach() for tensor in tensors), header or {})
+        entry = Entry(tuple(tensor.detach() for tensor in tensors), header or {}, put_s=time.monotonic())
         with self._lock:
             replaced = self._entries.pop(key, None)
             self._entries[key] = entry

@@ -21,26 +21,38 @@ from typing import Any
 
 from lightning_swarm.policies.banning import Cause
 from lightning_swarm.slicing.plan import Plan
-from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, ReduceReply, ReduceRequest, buffers_group
+from lightning_swarm.swarm.calls import (
+    CommitRequest,
+    Group,
+    GroupMember,
+    ProbeRequest,
+    ReduceReply,
+    ReduceRequest,
+    buffers_group,
+)
 from lightning_swarm.swarm.errors import (
     CallerError,
     DeadlineExceeded,
     NodeClosed,
+    NotFinite,
+    PeerBusy,
+    ProtocolError,
     RemoteError,
     SourceFailed,
     SwarmError,
 )
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.tree import encode_tree
-from lightning_swarm.trainer.pipeline import Pipeline
+from lightning_swarm.trainer.pipeline import Pipeline, check_links, probe
 from lightning_swarm.trainer.roster import Roster, Worker
 
 log = logging.getLogger(__name__)
 
 _CALL_DEADLINE_S = 3600.0
 _ASK_AFTER_S = 2.0
-_PROBE_DEADLINE_S = 5.0
 _MOST_ATTEMPTS = 20
+_BUSY_S = 0.1
+_MOST_REFUSALS = 50
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,10 @@ class _Step:
     reduced: dict[str, _Reduced] = field(default_factory=dict)
     """By group."""
     early: set[asyncio.Task[bool]] = field(default_factory=set)
+    doubted: bool = False
+    """Whether somebody sent NaN, so that the next attempts take it as it is, and their norm says whose it was."""
+    suspect: tuple[str, int] | None = None
+    """Who sent it, given up since, and its stage."""
 
 
 class StepEnd:
@@ -93,6 +109,8 @@ class StepEnd:
         self._plan = plan
         self._session = session
         self._step = _Step(-1)
+        self._allow_nan = False
+        """Whether gradients had NaN without a suspect, so that it is the model's own."""
 
     def overlap(self, step: int, stages: Collection[int]) -> None:
         """Begin with the gradients of these stages, which have accumulated all of the step's microbatches."""
@@ -138,12 +156,27 @@ class StepEnd:
                 # Somebody may have left while we waited for the boundary, or in the reduction after his answer.
                 reduced = self._pipeline.complete and await self._reduce(step, self._open_groups())
                 if reduced and not self._open_groups():
+                    self._judge()
                     with self._pipeline.sealed():
                         await self._commit(step, hyperparameters, clipping)
                     self._pipeline.forget()
                     committed()
                     return
         raise SwarmError(f"Step {step} could not be reduced in {_MOST_ATTEMPTS} attempts.")
+
+    def _judge(self) -> None:
+        """All is reduced: if the gradients of a step in which somebody sent NaN have none without it, it was wrong."""
+        if not self._step.doubted:
+            return
+        if not math.isfinite(sum(reduced.squared_norm for reduced in self._step.reduced.values())):
+            self._allow_nan = True
+            self._roster.counters["NaN accepted"] += 1
+        elif self._step.suspect is not None:
+            suspect, stage = self._step.suspect
+            self._roster.ban(suspect, stage, Cause.WRONG_RESULT, "it sent NaN in a reduction that has none without it")
+            if suspect in self._roster.workers:
+                self._roster.remove(suspect)
+        self._step.doubted, self._step.suspect = False, None
 
     def _begin(self, step: int) -> None:
         if self._step.number != step:
@@ -169,6 +202,7 @@ class StepEnd:
         """
         attempt = self._step.attempts
         self._step.attempts += 1
+        doubted = self._step.doubted
         holdings = self._pipeline.ledger.holdings()
         members = {member.peer for group in groups for member in group.members}
         workers = [worker for peer, worker in self._roster.workers.items() if peer in members]
@@ -176,14 +210,22 @@ class StepEnd:
         async def reduce(worker: Worker) -> ReduceReply:
             mine = tuple(group for group in groups if any(member.peer == worker.peer for member in group.members))
             expected = tuple(sorted(holdings.get(worker.peer, ())))
-            request = ReduceRequest(self._session, step, attempt, mine, expected, _CALL_DEADLINE_S / 2)
+            request = ReduceRequest(
+                self._session, step, attempt, mine, expected, _CALL_DEADLINE_S / 2, self._allow_nan or doubted
+            )
             header, _ = await self._node.call(worker.peer, "reduce", request.to_dict(), deadline_s=_CALL_DEADLINE_S)
             return ReduceReply.from_dict(header)
 
         replies, errors = await self._call_all(workers, reduce, "reduce")
         if errors:
             for peer, error in _culprits(errors, members).items():
-                self._give_up(peer, "reduce", error)
+                if isinstance(error, SourceFailed) and error.cause == NotFinite.__name__:
+                    self._doubt(peer, error)
+                elif isinstance(error, PeerBusy) or getattr(error, "cause", None) == PeerBusy.__name__:
+                    self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
+                    await asyncio.sleep(_BUSY_S)
+                else:
+                    self._give_up(peer, "reduce", error)
         if len(replies) < len(members):
             return False
         for group in groups:
@@ -242,10 +284,13 @@ class StepEnd:
         """Those among silent workers (and their stages) who do not answer or compute for too long."""
 
         async def ask(peer: str, stage: int) -> None:
-            header, _ = await self._node.call(peer, "probe", {}, deadline_s=_PROBE_DEADLINE_S)
-            patience_s = max(self._roster.deadline_s(peer, stage), self._roster.deadline_s(peer, stage, what))
-            if float(header["computing_s"]) > patience_s:
-                raise DeadlineExceeded(f"{peer} has computed for {header['computing_s']:.1f} s in {what}.", peer)
+            status = await probe(self._node, peer, ProbeRequest())
+            patience_s = self._roster.deadline_s(peer, stage)
+            if what == "reduce":
+                await check_links(self._node, self._roster, peer, status, patience_s)
+            patience_s = max(patience_s, self._roster.deadline_s(peer, stage, what))
+            if status.computing_s > patience_s:
+                raise DeadlineExceeded(f"{peer} has computed for {status.computing_s:.1f} s in {what}.", peer)
 
         answers = await asyncio.gather(*(ask(*item) for item in silent.items()), return_exceptions=True)
         return {peer: answer for peer, answer in zip(silent, answers) if isinstance(answer, SwarmError)}
@@ -256,8 +301,19 @@ class StepEnd:
             return
         log.warning("Worker %s of stage %d failed in %s: %s", culprit[-6:], known.stage, what, error)
         if known.ready:
-            cause = Cause.TIMEOUT if isinstance(error, DeadlineExceeded) else Cause.RESET
-            self._roster.failed(culprit, known.stage, cause, str(error))
+            name = error.cause if isinstance(error, SourceFailed) else type(error).__name__
+            cause = {DeadlineExceeded.__name__: Cause.TIMEOUT, ProtocolError.__name__: Cause.PROTOCOL}.get(name)
+            self._roster.failed(culprit, known.stage, cause or Cause.RESET, str(error))
+        self._pipeline.lose(culprit)
+
+    def _doubt(self, culprit: str, error: SwarmError) -> None:
+        """Somebody sent NaN: the step goes on without it, if its stage has others."""
+        self._step.doubted = True
+        known = self._roster.workers.get(culprit)
+        if known is None or all(worker.peer == culprit for worker in self._roster.at_stage(known.stage)):
+            return
+        log.warning("Worker %s of stage %d sent NaN in a reduction: %s", culprit[-6:], known.stage, error)
+        self._step.suspect = (culprit, known.stage)
         self._pipeline.lose(culprit)
 
     async def _commit(self, step: int, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
@@ -280,7 +336,15 @@ class StepEnd:
         ).to_dict()
 
         async def commit(worker: Worker) -> None:
-            await self._node.call(worker.peer, "commit", request, deadline_s=_CALL_DEADLINE_S)
+            for refusal in range(_MOST_REFUSALS):
+                try:
+                    await self._node.call(worker.peer, "commit", request, deadline_s=_CALL_DEADLINE_S)
+                    return
+                except PeerBusy:
+                    self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
+                    if refusal == _MOST_REFUSALS - 1:
+                        raise
+                    await asyncio.sleep(_BUSY_S)
 
         _, errors = await self._call_all(list(self._roster.workers.values()), commit, "commit")
         for peer, error in errors.items():

@@ -53,6 +53,11 @@ class Flight:
     effects: list[dict[str, Any]] = field(default_factory=list)
     """What each stage's step did besides computing (``worker/recorder.py``)."""
 
+    allow_nan: bool = False
+    """Whether NaN in it is the model's own, as far as anybody can tell."""
+    suspects: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Who sent NaN, by the stage that got it and the stage that sent it, until another worker has sent the same."""
+
     def __post_init__(self) -> None:
         stages = len(self.job.signature.batch_leaves)
         self.hops = [None] * stages
@@ -70,7 +75,7 @@ class Flight:
         """Whether all stages have."""
         return all(self.done(stage) for stage in range(len(self.hops)))
 
-    def task(self, stage: int, deadline_s: float) -> tuple[Task, list[Tensor]]:
+    def task(self, stage: int, deadline_s: float, allow_nan: bool) -> tuple[Task, list[Tensor]]:
         """The task for one stage, as the route stands, and the leaves of the batch whose data the stage needs."""
         job, last = self.job, len(self.hops) - 1
         needed = {id(self._leaves[position]) for position in job.signature.batch_leaves[stage]}
@@ -98,5 +103,6 @@ class Flight:
             context=job.context.to_dict(),
             signature=None if job.signature_is_planned else job.signature.to_dict(),
             deadline_s=deadline_s,
+            allow_nan=allow_nan or self.allow_nan,
         )
         return task, tensors

@@ -20,9 +20,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_swarm.policies.banning import Cause, link
+from lightning_swarm.swarm.calls import ProbeReply, ProbeRequest
 from lightning_swarm.swarm.errors import (
     DeadlineExceeded,
     NodeClosed,
+    NotFinite,
     PeerBusy,
     PeerStale,
     PeerUnreachable,
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 _SOURCE_DEADLINE_S = 3600.0
 _PROBE_DEADLINE_S = 5.0
 _MOST_ATTEMPTS = 40
+_BUSY_S = 0.1
 
 _CAUSES: dict[type[SwarmError], Cause] = {
     PeerUnreachable: Cause.RESET,
@@ -69,6 +72,8 @@ class Pipeline:
         self._stages_done: Callable[[Collection[int]], None] | None = None
         self._total = 0
         self._sealed = False
+        self._allow_nan = False
+        """Whether two workers have found NaN in the same place, so that it is the model's own."""
         self.ledger = Ledger(roster.stages)
 
     async def run(
@@ -179,6 +184,7 @@ class Pipeline:
             if flight.job.training:
                 self.ledger.record(flight.name, stage, worker)
                 self._tell_stages_done(stage)
+            self._judge(flight, stage)
             return
         raise SwarmError(f"Microbatch {flight.name} failed {_MOST_ATTEMPTS} times at stage {stage}; giving up.")
 
@@ -188,7 +194,7 @@ class Pipeline:
 
     async def _process(self, flight: Flight, stage: int, worker: str) -> tuple[dict[str, Any], list[Tensor]]:
         """Call ``process``; probe the worker when it takes long; stop when a neighbour was replaced."""
-        task, tensors = flight.task(stage, _SOURCE_DEADLINE_S)
+        task, tensors = flight.task(stage, _SOURCE_DEADLINE_S, self._allow_nan)
         call = asyncio.ensure_future(
             self._node.call(worker, "process", task.to_dict(), tensors, deadline_s=_SOURCE_DEADLINE_S)
         )
@@ -213,13 +219,15 @@ class Pipeline:
 
         Raises:
             DeadlineExceeded: It is to blame for the silence.
+            SourceFailed: It waits for what another worker has offered for long.
         """
-        status, _ = await self._node.call(worker, "probe", {"microbatch": microbatch}, deadline_s=_PROBE_DEADLINE_S)
-        if float(status["computing_s"]) > patience_s:
+        status = await probe(self._node, worker, ProbeRequest(microbatch))
+        if status.computing_s > patience_s:
             raise DeadlineExceeded(
-                f"{worker} has computed for {status['computing_s']:.1f} s, its usual time allows {patience_s:.1f} s",
+                f"{worker} has computed for {status.computing_s:.1f} s, its usual time allows {patience_s:.1f} s",
                 worker,
             )
+        await check_links(self._node, self._roster, worker, status, patience_s)
 
     async def _blame_source(self, flight: Flight, stage: int, worker: str, error: SourceFailed) -> None:
         """A worker could not get something from its neighbour."""
@@ -229,8 +237,18 @@ class Pipeline:
         if neighbour is None or error.peer is None:
             return  # Replaced meanwhile: the task is sent again with the new source.
         log.debug("Microbatch %s: %s cannot reach %s: %s", flight.name, worker[-6:], error.peer[-6:], error)
+        if error.cause == PeerBusy.__name__:
+            self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
+            await asyncio.sleep(_BUSY_S)
+            return
+        if error.cause == NotFinite.__name__:
+            await self._doubt(flight, stage, neighbour, error)
+            return
+        if error.cause == ProtocolError.__name__:
+            await self._replace(flight, neighbour, error, Cause.PROTOCOL)
+            return
         try:
-            await self._node.call(error.peer, "probe", {"microbatch": flight.name}, deadline_s=_PROBE_DEADLINE_S)
+            await probe(self._node, error.peer, ProbeRequest(flight.name))
             reachable = error.cause in ("PeerUnreachable", "DeadlineExceeded")
         except SwarmError:
             reachable = False
@@ -238,12 +256,49 @@ class Pipeline:
             self._roster.ban_link(link(error.peer, worker))
             self._roster.withdraw(worker, stage)
             await self._reroute(flight, stage, excluding=worker)
-        elif flight.route[neighbour] == error.peer:
-            if error.peer in self._roster.workers:
-                self._roster.failed(error.peer, neighbour, Cause.RESET, str(error))
-            self.lose(error.peer)
-            if flight.route[neighbour] == error.peer:
-                await self._reroute(flight, neighbour, excluding=error.peer)
+        else:
+            await self._replace(flight, neighbour, error, Cause.RESET)
+
+    async def _replace(self, flight: Flight, stage: int, error: SourceFailed, cause: Cause | None) -> None:
+        """Give a worker up that another one complains about; without a cause it is only suspected."""
+        culprit = error.peer
+        assert culprit is not None
+        if flight.route[stage] != culprit:
+            return
+        if cause is not None and culprit in self._roster.workers:
+            self._roster.failed(culprit, stage, cause, str(error))
+        self.lose(culprit)
+        if flight.route[stage] == culprit:
+            await self._reroute(flight, stage, excluding=culprit)
+
+    async def _doubt(self, flight: Flight, stage: int, neighbour: int, error: SourceFailed) -> None:
+        """A worker sent NaN. Whether that is its fault shows when another one does the same work."""
+        assert error.peer is not None
+        if self._allow_nan or flight.allow_nan:
+            return  # It was accepted meanwhile.
+        suspect = flight.suspects.get((stage, neighbour))
+        others = [worker for worker in self._roster.at_stage(neighbour) if worker.peer != error.peer]
+        if suspect is not None and suspect != error.peer:
+            log.warning("Two workers find NaN at stage %d: from now on it is taken for the model's own.", neighbour)
+            self._allow_nan = True
+            self._roster.counters["NaN accepted"] += 1
+        elif others:
+            log.warning("Worker %s of stage %d sent NaN; another one does its work again.", error.peer[-6:], neighbour)
+            flight.suspects[stage, neighbour] = error.peer
+            await self._replace(flight, neighbour, error, None)
+        else:
+            flight.allow_nan = True
+            self._roster.counters["NaN accepted"] += 1
+
+    def _judge(self, flight: Flight, stage: int) -> None:
+        """A stage has got from another worker what it doubted: if that had no NaN, the first one was wrong."""
+        for pair in [pair for pair in flight.suspects if pair[0] == stage]:
+            suspect = flight.suspects.pop(pair)
+            if self._allow_nan or flight.allow_nan:
+                continue
+            self._roster.ban(suspect, pair[1], Cause.WRONG_RESULT, "it sent NaN where another worker has none")
+            if suspect in self._roster.workers:
+                self.lose(suspect)
 
     async def _reroute(self, flight: Flight, stage: int, excluding: str) -> None:
         """Another worker for one hop; its neighbours are told."""
@@ -300,6 +355,36 @@ class Pipeline:
             self._abandon(flight)
         self.ledger.clear()
         self._total = 0
+
+
+async def probe(node: Node, worker: str, request: ProbeRequest) -> ProbeReply:
+    """Ask a worker what it does; a short call, as one that lives answers at once."""
+    header, _ = await node.call(worker, "probe", request.to_dict(), deadline_s=_PROBE_DEADLINE_S)
+    return ProbeReply.from_dict(header)
+
+
+async def check_links(node: Node, roster: Roster, worker: str, status: ProbeReply, patience_s: float) -> None:
+    """Whether something that a worker waits for has been offered for long: then no transfer is on its way, although
+    both ends live.
+
+    Raises:
+        SourceFailed: Blames the other end.
+    """
+    for wait in status.waits:
+        allowed_s = max(patience_s, roster.patience_s(wait.peer, worker))
+        if wait.seconds <= allowed_s:
+            continue
+        try:
+            offered_s = (await probe(node, wait.peer, ProbeRequest(key=wait.key))).offered_s
+        except SwarmError as error:
+            raise SourceFailed(f"{wait.peer} does not answer: {error}", wait.peer, type(error).__name__) from error
+        if offered_s is not None and offered_s > allowed_s:
+            raise SourceFailed(
+                f"{worker} has waited {wait.seconds:.1f} s for {wait.key!r}, which {wait.peer} has offered for "
+                f"{offered_s:.1f} s",
+                wait.peer,
+                DeadlineExceeded.__name__,
+            )
 
 
 class _Rerouted(Exception):

@@ -287,6 +287,11 @@ class Roster:
             self._deadlines.timed_out(peer, stage, "process")
         else:
             self._wiring.failed(stage, peer)
+        self.ban(peer, stage, cause, why)
+
+    def ban(self, peer: str, stage: int, cause: Cause, why: str) -> None:
+        """Leave a worker alone for a while, whether or not it is in the swarm now."""
+        now = time.monotonic()
         ban = self._bans.report(now, peer, cause)
         self.counters[f"failed: {cause.value}"] += 1
         if ban is not None:
@@ -300,8 +305,13 @@ class Roster:
                 why,
             )
 
+    def patience_s(self, source: str, target: str) -> float:
+        """How long a transfer between two workers may take before their link counts as dead."""
+        return self._links.patience_s(source, target)
+
     def ban_link(self, name: str) -> None:
         """Two workers cannot reach each other, though the trainer reaches both."""
+        self.counters["links banned"] += 1
         self._bans.report(time.monotonic(), name, Cause.LINK)
         source, _, target = name.partition(">")
         self._links.cut(source, target)

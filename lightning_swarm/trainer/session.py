@@ -35,6 +35,7 @@ from lightning_swarm.swarm.calls import (
 )
 from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.watched import call_watched
 from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
 from lightning_swarm.trainer.flight import Flight, Job
@@ -481,18 +482,22 @@ class Session:
     async def _stage_state(self, stage: int, step: int) -> StageState:
         assert self.roster is not None
         request = StateRequest(self._identity.session, self._plan_version, stage)
-        problems = []
+        problems, damaged = [], None
         for worker in self.roster.at_stage(stage):
             try:
-                header, tensors = await self._node.call(
-                    worker.peer, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
+                header, tensors = await call_watched(
+                    self._node, worker.peer, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
                 )
                 state = await asyncio.to_thread(StageState.from_wire, header, tensors)
                 if state.version != step:
                     raise PeerStale(f"state of step {state.version} instead of {step}", worker.peer)
-                return state
+                if await asyncio.to_thread(state.is_finite):
+                    return state
+                damaged = damaged or state
             except SwarmError as error:
                 problems.append(f"{worker.peer[-6:]}: {error}")
+        if damaged is not None:
+            return damaged  # All say the same, so it is what training has come to.
         raise SwarmError(f"No worker could give the state of stage {stage}: {'; '.join(problems) or 'there is none'}")
 
     async def finish(self, failed: bool, outcome: Any) -> None:

@@ -35,11 +35,12 @@ from lightning_swarm.swarm.calls import (
 from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
+from lightning_swarm.swarm.watched import call_watched
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming, Shapes
 from lightning_swarm.worker.service import Reply, WorkerService
 from lightning_swarm.worker.stage_server import StageServer
-from lightning_swarm.worker.state import StageState
+from lightning_swarm.worker.state import StageState, StateRejected
 
 log = logging.getLogger(__name__)
 
@@ -263,8 +264,13 @@ class Member:
         problems = []
         for donor in assignment.donors:
             try:
-                header, tensors = await self._node.call(donor, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S)
-                return await asyncio.to_thread(StageState.from_wire, header, tensors)
+                header, tensors = await call_watched(
+                    self._node, donor, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
+                )
+                state = await asyncio.to_thread(StageState.from_wire, header, tensors)
+                if await asyncio.to_thread(state.is_finite):
+                    return state
+                raise StateRejected("it has parameters that are not finite")
             except SwarmError as error:
                 log.warning("No state of stage %d from %s: %s", assignment.stage, donor, error)
                 problems.append(f"{donor}: {error}")

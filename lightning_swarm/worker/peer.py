@@ -3,8 +3,9 @@
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +14,19 @@ from lightning_swarm.swarm.calls import FinishRequest, WorkerRecord
 from lightning_swarm.swarm.errors import SwarmError
 from lightning_swarm.swarm.finding import announced_trainer, told_trainer
 from lightning_swarm.swarm.node import Node
-from lightning_swarm.swarm.switchboard import Switchboard
+from lightning_swarm.swarm.rpc import Handler
+from lightning_swarm.swarm.switchboard import Reply, Switchboard
 from lightning_swarm.worker.member import Hosted, Member, TrainerGone
+from lightning_swarm.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
 _CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "move", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
 _ANNOUNCE_EVERY_S = 10.0
+
+Around = Callable[["WorkerPeer", str, str, dict[str, Any], list[Tensor], Handler], Awaitable[Reply]]
+"""As :data:`~lightning_swarm.swarm.switchboard.Interceptor`, told whose call it is."""
 
 
 class WorkerPeer:
@@ -30,19 +36,34 @@ class WorkerPeer:
         node: The peer.
         initial_peers: Addresses of peers to ask who the trainer is, besides the DHT.
         trainer_timeout_s: How long to wait for a trainer that does not answer.
+        around: Stands between every call and its handler; for injected faults.
     """
 
-    def __init__(self, node: Node, initial_peers: Sequence[str], trainer_timeout_s: float) -> None:
+    def __init__(
+        self, node: Node, initial_peers: Sequence[str], trainer_timeout_s: float, around: Around | None = None
+    ) -> None:
         self.node = node
         self._initial_peers = list(initial_peers)
         self.count = -1
         """The current session's number."""
         self._trainer_timeout_s = trainer_timeout_s
-        self._switchboard = Switchboard(node, _CALLS, {"trainer": self._tell_trainer})
+        self._switchboard = Switchboard(
+            node, _CALLS, {"trainer": self._tell_trainer}, None if around is None else partial(around, self)
+        )
         self._trainer: str | None = None
         self._member: Member | None = None
         self._leaving = False
         self._waiting: concurrent.futures.Future[bool] | None = None
+
+    @property
+    def trainer(self) -> str | None:
+        """The trainer's peer id, once it is known."""
+        return self._trainer
+
+    @property
+    def service(self) -> WorkerService | None:
+        """What answers the calls of the current session."""
+        return self._member.service if self._member is not None else None
 
     def serve(self, hosted: Hosted) -> FinishRequest:
         """Serve one session on the calling thread.

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.swarm.calls import Group
-from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, ProtocolError
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, NotFinite, ProtocolError
+from lightning_swarm.worker.checks import check_not_nan
 from lightning_swarm.worker.entries import Chunk, ReductionFailed, blame, blamed, chunks, header_of, pack, unpack
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ async def all_reduce(
     deadline_s: float,
     dtype: torch.dtype | None = None,
     executor: Executor | None = None,
+    allow_nan: bool = True,
 ) -> Tensor:
     """Sum a vector over a group; every member calls this with the same group, step, attempt, codec and dtype.
 
@@ -84,6 +86,7 @@ async def all_reduce(
         dtype: Of the result; the vector's own if ``None``. With a float64 vector, the parameters' dtype halves the
             bytes of the sums, which their owners round once.
         executor: Where to add and encode, instead of the event loop's default threads.
+        allow_nan: Whether NaN in what others send is added as it is; otherwise its sender has failed.
 
     Returns:
         The sum, bit-identical at all members, in memory of its own.
@@ -93,7 +96,7 @@ async def all_reduce(
         CallerError: The arguments make no sense; nothing was sent.
     """
     work = _Reduction(vector, group, f"reduce/{step}/{attempt}/{group.name}", me, codec, dtype or vector.dtype)
-    work.connect(fetch, outbox, deadline_s, executor)
+    work.connect(fetch, outbox, deadline_s, executor, allow_nan)
     return await work.run()
 
 
@@ -117,8 +120,10 @@ class _Reduction:
         self._wide = torch.promote_types(vector.dtype, torch.float32)
         self._result = torch.empty(len(vector), dtype=dtype)
 
-    def connect(self, fetch: Fetch, outbox: Entries, deadline_s: float, executor: Executor | None) -> None:
-        self._fetch_entry, self._outbox, self._executor = fetch, outbox, executor
+    def connect(
+        self, fetch: Fetch, outbox: Entries, deadline_s: float, executor: Executor | None, allow_nan: bool
+    ) -> None:
+        self._fetch_entry, self._outbox, self._executor, self._allow_nan = fetch, outbox, executor, allow_nan
         self._deadline_s, self._begun = deadline_s, asyncio.get_running_loop().time()
 
     async def run(self) -> Tensor:
@@ -204,9 +209,12 @@ class _Reduction:
             header = header_of(entry)
             if isinstance(header, dict):
                 raise blamed(header, peer, self._chunks)
-            return unpack(entry, dtype, chunk.stop - chunk.start, self._codec)
-        except ProtocolError as error:
-            raise ReductionFailed(peer, phase, ProtocolError.__name__, str(error)) from error
+            values = unpack(entry, dtype, chunk.stop - chunk.start, self._codec)
+            if not self._allow_nan:
+                check_not_nan([values], peer, self._key(chunk))
+            return values
+        except (ProtocolError, NotFinite) as error:
+            raise ReductionFailed(peer, phase, _name(error), str(error)) from error
 
     def _give_up(self, error: BaseException) -> None:
         """Tell those who wait for this member's entries whom to blame; lets go of the memory, too."""

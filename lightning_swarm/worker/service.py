@@ -9,9 +9,10 @@ part for both stages: it applies the commits of the one that it serves and queue
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +24,13 @@ from lightning_swarm.swarm.calls import (
     CommitRequest,
     FinishRequest,
     Group,
+    ProbeReply,
+    ProbeRequest,
     ReduceReply,
     ReduceRequest,
     StateRequest,
     Task,
+    Wait,
     WorkerStats,
     buffers_group,
 )
@@ -44,6 +48,7 @@ from lightning_swarm.worker.statistics import squared_norm
 Reply = tuple[dict[str, Any], list[Tensor]]
 
 _BEGIN_WITHIN_S = 10.0
+_MOST_WAITS = 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,9 @@ class WorkerService:
         self._reduced: dict[str, Reduced] = {}
         """Of the step under way, by group."""
         self._queued: dict[int, tuple[list[Reduced], CommitRequest]] = {}
+        self._fetches: dict[int, tuple[str, str, float]] = {}
+        """Those under way: peer, key and when they began."""
+        self._fetch_count = itertools.count()
         self._begun = asyncio.Event()
         self._commit_lock = asyncio.Lock()
         self._reduction_s = self._commit_s = 0.0
@@ -204,6 +212,7 @@ class WorkerService:
             codec=codec,
             deadline_s=request.deadline_s,
             dtype=dtype,
+            allow_nan=request.allow_nan,
         )
 
     async def commit(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
@@ -325,8 +334,17 @@ class WorkerService:
         return {}, []
 
     async def probe(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
-        """What this worker is doing: whether a silence is its own fault."""
-        return {"computing_s": self.executor.computing_s(), "queued": self.executor.queued}, []
+        """What this worker is doing: whether a silence is its own fault, or whose."""
+        request = ProbeRequest.from_dict(header)
+        prefix = "reduce/" if request.microbatch is None else f"{request.microbatch}/"
+        now = time.monotonic()
+        waits = sorted(
+            (Wait(peer, key, now - began) for peer, key, began in self._fetches.values() if key.startswith(prefix)),
+            key=lambda wait: -wait.seconds,
+        )
+        offered_s = None if request.key is None else self.outbox.offered_s(request.key)
+        reply = ProbeReply(self.executor.computing_s(), self.executor.queued, tuple(waits[:_MOST_WAITS]), offered_s)
+        return reply.to_dict(), []
 
     async def stats(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """What this worker has done so far."""
@@ -351,12 +369,23 @@ class WorkerService:
         """Tensors from another peer's outbox, and the seconds that they were under way."""
         codec = self.server.assignment.codec if self.server is not None else "none"
         started = time.perf_counter()
-        entry = await fetch(self.node, peer, key, deadline_s=deadline_s, codec=codec)
+        with self._fetching(peer, key):
+            entry = await fetch(self.node, peer, key, deadline_s=deadline_s, codec=codec)
         transfer_s = time.perf_counter() - started - entry.waited_s
         return list(entry.tensors), max(transfer_s, 0.0)
 
     async def _fetch_as_is(self, peer: str, key: str, deadline_s: float) -> list[Tensor]:
-        return list((await fetch(self.node, peer, key, deadline_s=deadline_s)).tensors)
+        with self._fetching(peer, key):
+            return list((await fetch(self.node, peer, key, deadline_s=deadline_s)).tensors)
+
+    @contextlib.contextmanager
+    def _fetching(self, peer: str, key: str) -> Iterator[None]:
+        number = next(self._fetch_count)
+        self._fetches[number] = (peer, key, time.monotonic())
+        try:
+            yield
+        finally:
+            del self._fetches[number]
 
 
 def _of_step(server: StageServer, step: int) -> frozenset[str]:

@@ -26,10 +26,14 @@ from lightning_swarm.swarm.errors import PeerStale, ProtocolError, RemoteError
 from lightning_swarm.swarm.outbox import Outbox
 from lightning_swarm.swarm.tree import decode_tree, encode_tree
 from lightning_swarm.worker.accumulator import Accumulator
+from lightning_swarm.worker.checks import check_gradients, check_inputs, check_not_nan
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.recorder import Recorder
 from lightning_swarm.worker.saved import SavedBytes
 from lightning_swarm.worker.statistics import averaged_buffers, weighted_buffers
+
+# Values in which NaN is sought on the event loop; more would hold it up.
+_CHECKED_AT_ONCE = 1 << 16
 
 Fetch = Callable[[str, str, float], Awaitable[tuple[list[Tensor], float]]]
 """``(peer, key, deadline_s) -> tensors, seconds of the transfer``."""
@@ -142,7 +146,8 @@ class StageServer:
             inputs = []
             if task.input_peer is not None:
                 key = f"{task.microbatch}/a{self.index}"
-                inputs = await self._wait(progress, task.input_peer, key, task.deadline_s)
+                inputs = await self._wait(progress, task, task.input_peer, key)
+                check_inputs(inputs, self._signature(task).boundaries[self.index - 1].specs, task.input_peer)
             await self._executor.do(
                 Priority.FORWARD, lambda: self._forward(progress, task, tensors, inputs), order=task.order
             )
@@ -164,19 +169,23 @@ class StageServer:
         return reply, reply_tensors
 
     async def _fetch_gradients(self, progress: _Progress, task: Task) -> list[Tensor | None] | None:
-        assert task.gradient_peer is not None
-        key = f"{task.microbatch}/g{self.index + 1}"
-        received = iter(await self._wait(progress, task.gradient_peer, key, task.deadline_s))
-        flags = next(received)
-        return [next(received) if flag else None for flag in flags.tolist()]
+        assert task.gradient_peer is not None and progress.output is not None
+        outputs = progress.output.tensors  # Released by an earlier task that was just ahead: then none are needed.
+        received = await self._wait(progress, task, task.gradient_peer, f"{task.microbatch}/g{self.index + 1}")
+        return None if progress.accumulated else check_gradients(received, outputs, task.gradient_peer)
 
-    async def _wait(self, progress: _Progress, peer: str, key: str, deadline_s: float) -> list[Tensor]:
+    async def _wait(self, progress: _Progress, task: Task, peer: str, key: str) -> list[Tensor]:
         started = time.perf_counter()
         try:
-            tensors, progress.transfers[peer] = await self._fetch(peer, key, deadline_s)
-            return tensors
+            tensors, progress.transfers[peer] = await self._fetch(peer, key, task.deadline_s)
         finally:
             self.waiting_s += time.perf_counter() - started
+        if not task.allow_nan:
+            if sum(tensor.numel() for tensor in tensors) < _CHECKED_AT_ONCE:
+                check_not_nan(tensors, peer, key)
+            else:
+                await asyncio.to_thread(check_not_nan, tensors, peer, key)
+        return tensors
 
     def _forward(self, progress: _Progress, task: Task, tensors: list[Tensor], inputs: list[Tensor]) -> None:
         """On the compute thread. The last stage goes on to its backward pass at once."""

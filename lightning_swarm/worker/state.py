@@ -114,7 +114,7 @@ class StageState:
         _check_same("parameter", self.parameters, parameters)
         _check_same("buffer", self.buffers, buffers)
         for name, tensor in self.parameters.items():
-            if not math.isfinite(_norm(tensor)):
+            if not _is_finite(tensor):
                 raise StateRejected(f"Parameter {name!r} has values that are not finite.")
         ready = self._optimizer_state(parameters, optimizer) if optimizer is not None else {}
         with torch.no_grad():
@@ -149,6 +149,13 @@ class StageState:
                     value = value.to(device, copy=True)
                 ready[parameter][key] = value
         return ready
+
+    def is_finite(self) -> bool:
+        """Whether all parameters are, and no value of the optimizer is NaN."""
+        kept = (value for entries in self.optimizer.values() for value in entries.values())
+        return all(_is_finite(tensor) for tensor in self.parameters.values()) and not any(
+            isinstance(value, Tensor) and math.isnan(_norm(value)) for value in kept
+        )
 
     def digest(self) -> str:
         """A hash over names, dtypes, shapes and bits of parameters, buffers and optimizer state: equal for replicas.
@@ -258,6 +265,10 @@ def _check_same(kind: str, came: Mapping[str, Tensor], own: Mapping[str, Tensor]
                 f"The {kind} {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)} in the state, here it is "
                 f"{own[name].dtype} of shape {tuple(own[name].shape)}."
             )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return math.isfinite(_norm(tensor))
 
 
 def _norm(tensor: Tensor) -> float:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_swarm.swarm.calls import Context
-from lightning_swarm.swarm.errors import PeerUnreachable
+from lightning_swarm.swarm.calls import Context, ProbeReply, Wait
+from lightning_swarm.swarm.errors import PeerUnreachable, SourceFailed, SwarmError
 from lightning_swarm.swarm.tree import encode_tree
 from lightning_swarm.trainer.flight import Flight, Job
 from lightning_swarm.trainer.microbatches import Microbatch
-from lightning_swarm.trainer.pipeline import Pipeline
+from lightning_swarm.trainer.pipeline import Pipeline, check_links
 from lightning_swarm.trainer.roster import Roster
 
 ANSWER = ({"effects": encode_tree({})[0], "compute_s": 0.01, "held_bytes": 0, "transfers": {}}, [])
@@ -25,12 +25,19 @@ class Wire:
     def __init__(self) -> None:
         self.pending: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self.sent: Counter[tuple[str, str]] = Counter()
+        self.allow_nan: dict[str, bool] = {}
+        """Of the last task, by worker."""
+        self.offered_s: dict[str, float | None] = {}
+        """Since when those who answer a probe have what they are asked for."""
 
     async def call(self, peer: str, name: str, header: dict[str, Any], *rest: Any, **options: Any) -> Any:
         if name == "probe":
-            return {"computing_s": 0.0}, []
+            if peer not in self.offered_s:
+                raise PeerUnreachable("gone", peer)
+            return {"computing_s": 0.0, "offered_s": self.offered_s[peer]}, []
         key = peer, header["microbatch"]
         self.sent[key] += 1
+        self.allow_nan[peer] = header.get("allow_nan", False)
         self.pending[key] = asyncio.get_running_loop().create_future()
         return await self.pending[key]
 
@@ -172,6 +179,106 @@ def test_what_a_worker_leaves_during_the_commit_is_not_repeated() -> None:
         assert swarm.roster.workers.keys() == {other, "b"}
 
     drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+async def _until_nan(swarm: Swarm) -> tuple[asyncio.Task[None], str, str]:
+    """The microbatch's worker at stage 0 is said to have sent NaN; another one is asked."""
+    running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+    await swarm.wire.asked(("b", "0:0"))
+    first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
+    swarm.wire.answer(first)
+    swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("NaN", first, "NotFinite"))
+    other = {"a1": "a2", "a2": "a1"}[first]
+    await swarm.wire.asked((other, "0:0"), ("b", "0:0"))
+    return running, first, other
+
+
+def test_a_worker_that_alone_sent_nan_is_banned() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running, _, other = await _until_nan(swarm)
+        assert "bans" not in swarm.roster.counters
+        swarm.wire.answer(other)
+        swarm.wire.answer("b")
+        await running
+        assert swarm.pipeline.ledger.holders() == {other, "b"}
+        assert swarm.roster.counters["failed: wrong_result"] == swarm.roster.counters["bans"] == 1
+        assert not swarm.wire.allow_nan["b"]
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_nan_that_two_workers_find_is_the_models_own() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running, _, other = await _until_nan(swarm)
+        swarm.wire.answer(other)
+        swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("NaN", other, "NotFinite"))
+        await asyncio.sleep(0)
+        await swarm.wire.asked(("b", "0:0"))
+        assert swarm.wire.allow_nan["b"]
+        swarm.wire.answer("b")
+        await running
+        assert "bans" not in swarm.roster.counters and other in swarm.roster.workers
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_nan_of_a_stages_only_worker_is_taken_as_it_is() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("a", "0:0"), ("b", "0:0"))
+        swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("NaN", "a", "NotFinite"))
+        await asyncio.sleep(0)
+        await swarm.wire.asked(("b", "0:0"))
+        assert swarm.wire.allow_nan["b"] and "a" in swarm.roster.workers
+        swarm.wire.answer("a")
+        swarm.wire.answer("b")
+        await running
+
+    drive(scenario, [("a", 0), ("b", 1)])
+
+
+def test_a_worker_that_sends_wrong_shapes_is_banned_and_a_busy_one_is_asked_again() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("b", "0:0"))
+        first = next(peer for peer, _ in swarm.wire.pending if peer.startswith("a"))
+        swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("busy", first, "PeerBusy"))
+        await asyncio.sleep(0)
+        await swarm.wire.asked(("b", "0:0"))
+        assert first in swarm.roster.workers and "bans" not in swarm.roster.counters
+        swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("3 dimensions", first, "ProtocolError"))
+        other = {"a1": "a2", "a2": "a1"}[first]
+        await swarm.wire.asked((other, "0:0"), ("b", "0:0"))
+        assert first not in swarm.roster.workers and swarm.roster.counters["failed: protocol"] == 1
+        swarm.wire.answer(other)
+        swarm.wire.answer("b")
+        await running
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def _blamed(offered_s: dict[str, float | None], *waits: Wait, patience_s: float = 2.0) -> tuple[str | None, str] | None:
+    """The peer and the cause that follow from what a silent worker waits for."""
+    swarm = Swarm(("a", 0), ("b", 1))
+    swarm.wire.offered_s = offered_s
+    swarm.roster.transferred("a", "b", 1.0)
+    try:
+        asyncio.run(check_links(swarm.wire, swarm.roster, "b", ProbeReply(0.0, 0, waits), patience_s))  # type: ignore[arg-type]
+    except SwarmError as error:
+        assert isinstance(error, SourceFailed)
+        return error.peer, error.cause
+    return None
+
+
+def test_a_link_is_dead_when_what_one_worker_waits_for_has_been_offered_by_the_other_for_long() -> None:
+    long, short = Wait("a", "0:0/a1", 9.0), Wait("a", "0:0/a1", 3.0)
+    assert _blamed({"a": 8.0}, long) == ("a", "DeadlineExceeded")
+    assert _blamed({"a": None}, long) is None, "it is not there yet"
+    assert _blamed({"a": 1.0}, long) is None, "it may be on its way"
+    assert _blamed({"a": 8.0}, short) is None, "four usual transfers have not passed"
+    assert _blamed({"a": 8.0}, long, patience_s=10.0) is None
+    assert _blamed({}, long) == ("a", "PeerUnreachable")
+    assert _blamed({"a": 8.0}) is None
 
 
 def test_a_worker_given_up_when_all_has_landed_leaves_its_part_to_be_repeated() -> None:
