@@ -8,7 +8,12 @@ Layers, batch, microbatches, loss and optimizer are the same. Every side runs in
 other; ``--rounds`` repeats that, and a ratio is the median of its rounds, because machines get slower and faster over
 time. The first steps of each side are not counted. Last come the bytes that each peer of the swarm sent.
 
-    python benchmarks/local_pipeline.py [--width 384] [--rounds 1] [--steps N] [--sides plain swarm ...] [--json FILE]
+With ``--bare`` there is another swarm that keeps nothing for the case of a failure: what a neighbour has fetched is let
+go, and no snapshots are taken. The mean over all steps shows what keeping it costs; run 60 steps or more, as the other
+one takes its snapshot after 50.
+
+    python benchmarks/local_pipeline.py [--width 384] [--rounds 1] [--steps N] [--sides swarm ...] [--bare]
+        [--json FILE]
 """
 
 import argparse
@@ -38,6 +43,7 @@ BATCH_SIZE = MICROBATCHES * MICROBATCH_SIZE
 CORES = 2
 WARM_UP_STEPS = 2
 SIDES = ("plain whole", "plain accumulated", "gpipe", "1f1b", "swarm")
+BARE = "swarm, nothing kept"
 # At least this share of the other side's samples/s, by width.
 GOALS = {384: {"plain": 0.92, "gloo": 1.0}, 64: {"plain": 0.75, "gloo": 0.85}}
 
@@ -162,12 +168,14 @@ def run_plain(side: str, width: int, steps: int) -> dict[str, Any]:
     return {"step_seconds": stopwatch.step_seconds()}
 
 
-def run_swarm(width: int, steps: int) -> dict[str, Any] | None:
+def run_swarm(width: int, steps: int, bare: bool) -> dict[str, Any] | None:
     """What was measured; None in a worker, which runs this script too."""
     from lightning_swarm import SwarmStrategy
 
     torch.set_num_threads(1)
-    trainer, stopwatch = fit(width, steps, BATCH_SIZE, strategy=SwarmStrategy(stages=STAGES, microbatches=MICROBATCHES))
+    kept = {"outbox_bytes": 0, "snapshot_every_n_steps": 10**9} if bare else {}
+    strategy = SwarmStrategy(stages=STAGES, microbatches=MICROBATCHES, **kept)
+    trainer, stopwatch = fit(width, steps, BATCH_SIZE, strategy=strategy)
     if not trainer.is_global_zero:
         return None
     before, after = (sent_bytes(stopwatch.reports[step]) for step in (WARM_UP_STEPS, WARM_UP_STEPS + steps))
@@ -267,6 +275,10 @@ def compare(sides: list[str], width: int, steps: int, rounds: int, file: Path | 
         ratio("swarm", side, goals.get("plain"))
     for side in ("gpipe", "1f1b"):
         ratio("swarm", side, goals.get("gloo"))
+    if BARE in results:
+        means = {side: [statistics.fmean(run["step_seconds"]) for run in results[side]] for side in ("swarm", BARE)}
+        value = statistics.median(b / a for a, b in zip(means["swarm"], means[BARE], strict=True))
+        report.ratio(f"swarm / {BARE}", value, at_least=0.98)
     ratio("gpipe", "plain accumulated")
     ratio("1f1b", "plain accumulated")
     add_traffic(report, results.get("swarm", [{}])[-1].get("sent_bytes", {}), width)
@@ -291,17 +303,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="counted steps of each side (default: 6, at widths below 256 20)")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help="add a swarm that keeps nothing for failures")
+    parser.add_argument("--side", choices=[*SIDES, BARE], help=argparse.SUPPRESS)
     add_json_argument(parser)
     arguments = parser.parse_args()
     steps = arguments.steps or (6 if arguments.width >= 256 else 20)
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     if arguments.side is None:
-        compare(list(arguments.sides), arguments.width, steps, arguments.rounds, arguments.json)
+        sides = [*dict.fromkeys([*arguments.sides, *(["swarm"] if arguments.bare else [])])]
+        compare(sides + [BARE] * arguments.bare, arguments.width, steps, arguments.rounds, arguments.json)
         return
-    if arguments.side == "swarm":
-        result = run_swarm(arguments.width, steps)
+    if arguments.side in ("swarm", BARE):
+        result = run_swarm(arguments.width, steps, arguments.side == BARE)
     elif arguments.side in ("gpipe", "1f1b"):
         result = run_gloo(arguments.side, arguments.width, steps)
     else:
