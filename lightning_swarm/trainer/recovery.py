@@ -118,7 +118,10 @@ class Recovery:
         return Recovered(step, list(states), StepRecord(last.position, last.effects), kept)
 
     async def _ask_all(self) -> Holdings:
-        """Ask workers until all that are known have answered and every stage has a holder, or for as long as may be."""
+        """Ask workers until every stage has a holder, or nobody holds anything, or for as long as may be.
+
+        All of a run's workers announce themselves under one key, so who finds one in the DHT finds them all.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + self._wait_s
         answers: Holdings = {}
@@ -127,7 +130,8 @@ class Recovery:
             known = (records.keys() | self._seen()) - answers.keys() - self._silent
             await asyncio.gather(*(self._ask(worker, answers) for worker in known))
             holdings = {worker: holding for worker, holding in answers.items() if holding.stage >= 0}
-            if _covers_all_stages(holdings) or loop.time() >= until:
+            nothing = bool(answers) and not holdings
+            if nothing or _covers_all_stages(holdings) or loop.time() >= until:
                 return holdings
             await asyncio.sleep(_AGAIN_AFTER_S)
 
