@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_swarm._compat import Launcher, ignore_checkpoint_path, rerun_command
+from lightning_swarm._compat import Launcher, choose_checkpoint, ignore_checkpoint_path, rerun_command
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -212,6 +212,7 @@ class SwarmLauncher(Launcher):
             self._registered = True
         if self._strategy.role == "worker":
             return self._serve(function, trainer, args, kwargs)
+        choose_checkpoint(trainer, self._strategy.choose_checkpoint)
         try:
             self._strategy.begin_call()
             results = function(*args, **kwargs)

@@ -38,6 +38,7 @@ from lightning_swarm._compat import (
     restore_run_stage,
 )
 from lightning_swarm.policies.rebalancing import RebalancingPolicy
+from lightning_swarm.resuming import SWARM, Resuming
 from lightning_swarm.slicing.plan import CutError, Plan, make_plan, make_signature
 from lightning_swarm.swarm.bootstrap import refuse_other_runs
 from lightning_swarm.swarm.calls import Context, FinishRequest, JoinRequest
@@ -51,6 +52,7 @@ from lightning_swarm.trainer.origin import Origin
 from lightning_swarm.trainer.peer import TrainerPeer
 from lightning_swarm.trainer.replay import replay
 from lightning_swarm.trainer.session import Identity, Session, Settings
+from lightning_swarm.trainer.snapshots import Snapshots
 from lightning_swarm.worker.member import Hosted
 from lightning_swarm.worker.peer import WorkerPeer
 from lightning_swarm.worker.recorder import plain_attributes
@@ -108,8 +110,12 @@ class SwarmStrategy(Strategy):
         snapshot_every_n_steps: After how many steps the trainer brings its copy of the model up to date, so that a
             stage that loses its last worker can start again from there. More often costs traffic, less often more
             steps to repeat.
+        snapshot_dir: A directory where the trainer also keeps that copy, as a plain Lightning checkpoint; the newest
+            two stay. ``trainer.fit(..., ckpt_path="swarm")`` goes on from the newest one, or from what the workers hold
+            if that is newer.
         startup_timeout: Seconds for which a stage may be without any worker.
-        trainer_timeout: Seconds for which a worker waits for a trainer that does not answer.
+        trainer_timeout: Seconds for which a worker keeps its stage and waits for a trainer that does not answer to be
+            started again. Longer than it takes to do that; shorter where a machine that waits costs too much.
         accelerator: As for every strategy.
         checkpoint_io: As for every strategy.
         precision_plugin: As for every strategy.
@@ -143,8 +149,9 @@ class SwarmStrategy(Strategy):
         reduce_codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reproducible: bool = False,
         snapshot_every_n_steps: int = 50,
+        snapshot_dir: str | Path | None = None,
         startup_timeout: float = 300.0,
-        trainer_timeout: float = 60.0,
+        trainer_timeout: float = 600.0,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -177,6 +184,9 @@ class SwarmStrategy(Strategy):
         ):
             if value is not None and value < 1:
                 raise MisconfigurationException(f"SwarmStrategy({name}={value}) must be at least 1.")
+        for name, seconds in (("startup_timeout", startup_timeout), ("trainer_timeout", trainer_timeout)):
+            if not seconds > 0:
+                raise MisconfigurationException(f"SwarmStrategy({name}={seconds}) must be more than 0 seconds.")
         for name, chosen in (("codec", codec), ("reduce_codec", reduce_codec)):
             if chosen not in ("none", "fp16", "bf16", "int8"):
                 raise MisconfigurationException(f"SwarmStrategy({name}={chosen!r}) must be none, fp16, bf16 or int8.")
@@ -206,12 +216,14 @@ class SwarmStrategy(Strategy):
         self._reduce_codec = reduce_codec
         self._reproducible = reproducible
         self._snapshot_every_n_steps = snapshot_every_n_steps
+        self._snapshots = Snapshots(Path(snapshot_dir)) if snapshot_dir is not None else None
         self._startup_timeout_s = startup_timeout
         self._trainer_timeout_s = trainer_timeout
         self._peer: TrainerPeer | WorkerPeer | None = None
         self._local: launching.LocalWorkers | None = None
         self._faults: Any = None  # What lightning_swarm.testing.Faults puts here for its `inject`.
         self._session: Session | None = None
+        self._resuming = Resuming(None, 0)
         self._attributes: dict[str, Any] = {}
         self._clamped = False
         self._step_ends = False
@@ -333,6 +345,11 @@ class SwarmStrategy(Strategy):
     def begin_call(self) -> None:
         """``trainer.fit`` (or ``validate``, ...) was called; starts the peer and local workers the first time."""
         self._failed, self._patience_s = False, None
+        if self.role == "trainer":
+            if self._snapshots is not None:
+                self._snapshots.check()
+            run_seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed()) % 2**63
+            self._resuming = Resuming(self._snapshots, run_seed)
         if self._peer is None:
             self._start()
         assert self._peer is not None
@@ -340,6 +357,13 @@ class SwarmStrategy(Strategy):
             self._peer.announce_session()
         else:
             self._peer.count += 1
+
+    def choose_checkpoint(self, function: str) -> str | None:
+        """What ``ckpt_path="swarm"`` means now; ``None``: begin anew."""
+        assert isinstance(self._peer, TrainerPeer)
+        # Without an address of its own nobody can have found this trainer, and without one of a peer it finds nobody.
+        waits = bool(self._initial_peers) or self._identity_path is not None
+        return self._resuming.choose(function, self._peer, waits)
 
     def _start(self) -> None:
         if self.role == "worker" and not self._initial_peers:
@@ -416,7 +440,8 @@ class SwarmStrategy(Strategy):
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
         optimizer = self.optimizers[0] if fitting and self.optimizers else None
-        origin = Origin(self.lightning_module, optimizer, first_step(trainer) if fitting else trainer.global_step)
+        step = self._resuming.first_step(first_step(trainer)) if fitting else trainer.global_step
+        origin = Origin(self.lightning_module, optimizer, step)
         assert isinstance(self._peer, TrainerPeer) and trainer.state.fn is not None
         identity = Identity(
             session=self._peer.count,
@@ -431,10 +456,10 @@ class SwarmStrategy(Strategy):
             codec=self._codec,
             reduce_codec=self._reduce_codec,
             reproducible=self._reproducible,
-            run_seed=int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed()) % 2**63,
+            run_seed=self._resuming.run_seed,
         )
         node = self._peer.node
-        local = self._local
+        local, resuming = self._local, self._resuming
 
         def joined(local_index: int, stage: int) -> None:
             self._stage_of_worker[local_index] = stage
@@ -442,9 +467,13 @@ class SwarmStrategy(Strategy):
                 local.joined(local_index)
 
         def make() -> Session:
-            return Session(node, identity, origin, settings, local.check if local is not None else lambda: None, joined)
+            check = local.check if local is not None else lambda: None
+            write = resuming.write if fitting and self._snapshots is not None else None
+            return Session(node, identity, origin, settings, check, joined, write, resuming.kept if fitting else None)
 
         self._session = self._peer.open(make)
+        if fitting:
+            resuming.watch(trainer, self._session)
         self._attributes = dict(plain_attributes(self.lightning_module))
 
     def _refuse_what_cannot_work(self, trainer: Trainer, module: LightningModule) -> None:
@@ -642,8 +671,13 @@ class SwarmStrategy(Strategy):
             attributes=self._changed_attributes(module),
         )
         scale = 1.0 / trainer.accumulate_grad_batches
+        repeated = self._resuming.repeated if kind == "training_step" else []
         try:
-            effects = self._peer.run(self._session.run(kind, microbatches, step_args, context, scale, self._step_ends))
+            effects = (
+                repeated.pop(0)
+                if repeated
+                else self._peer.run(self._session.run(kind, microbatches, step_args, context, scale, self._step_ends))
+            )
         except RemoteError as error:
             raise as_raised(error, self._stage_of(error.peer)) from error
         replay(module, effects, microbatches)
@@ -712,6 +746,7 @@ class SwarmStrategy(Strategy):
         """Reduce and commit, with what the trainer's optimizer and schedulers say now."""
         assert self.lightning_module is not None and self._session is not None and isinstance(self._peer, TrainerPeer)
         self._clipping.clipping = Clipping()
+        repeats = bool(self._resuming.repeated)  # Of the step that the workers have committed already.
         self._step_ends = True
         try:
             result = closure_with_hooks(self.precision_plugin, self.lightning_module, optimizer, closure)
@@ -722,7 +757,8 @@ class SwarmStrategy(Strategy):
             for group in optimizer.param_groups
         ]
         try:
-            self._peer.run(self._session.finish_step(hyperparameters, self._clipping.clipping))
+            if not repeats:
+                self._peer.run(self._session.finish_step(hyperparameters, self._clipping.clipping))
         except RemoteError as error:
             raise as_raised(error, self._stage_of(error.peer)) from error
         # LR schedulers warn unless the optimizer has stepped before them; it has, on the workers.
@@ -740,13 +776,16 @@ class SwarmStrategy(Strategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.role == "worker":
             return {}
-        self._gather(_SAVING_GATHER_S if self._failed else None)
+        if not self._resuming.describing:
+            self._gather(_SAVING_GATHER_S if self._failed else None)
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._session is None:
             return super().optimizer_state(optimizer)
+        if self._resuming.describing:
+            return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         self._gather(_SAVING_GATHER_S if self._failed else None)
         return self._session.origin.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
 
@@ -755,6 +794,15 @@ class SwarmStrategy(Strategy):
         assert self._session is not None
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             self._session.origin.load_optimizer_state_dict(optimizer, state)
+        self._resuming.restored(self._session.origin)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """A file, or for ``"swarm"`` what the workers or the disk hold of this run."""
+        if checkpoint_path != SWARM:
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        assert self.lightning_module is not None
+        return self._resuming.load(self.lightning_module, bool(weights_only))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

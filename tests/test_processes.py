@@ -313,6 +313,22 @@ def test_a_second_machine_comes_goes_and_another_comes_and_the_losses_are_the_sa
         machine.assert_nothing_left()
 
 
+def test_a_killed_trainer_goes_on_from_the_disk_in_the_middle_of_a_shuffled_epoch(start: Start, tmp_path: Path) -> None:
+    run = start(f"go on, {tmp_path}")
+    run.until("begins anew")
+    run.until("step 6")
+    run.process.kill()
+    run.assert_nothing_left()
+    again = start(f"go on, {tmp_path}")
+    assert again.ended() == 0, again.output
+    assert re.search(r"Going on from step 6, which \S+/step=6\.ckpt holds\.", again.output), again.output
+    pl.seed_everything(7, verbose=False)
+    module = tiny.Tiny()
+    tiny.make_trainer("auto", max_epochs=3).fit(module, tiny.shuffled())
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    assert told(again, "weights")[0] == pytest.approx(weights, abs=1e-6)
+
+
 def test_workers_that_are_started_by_hand_with_the_join_line(start: Start) -> None:
     trainer = start("elsewhere")
     trainer.until("To let another machine join, start this script there with:")

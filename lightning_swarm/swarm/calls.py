@@ -211,6 +211,26 @@ class CommitRequest(Message):
     """Then clamped to plus and minus this."""
     absent: tuple[str, ...]
     """Parameters that got no gradient anywhere."""
+    position: bytes = b""
+    """For a trainer that is started again, as is ``effects``; see ``trainer/position.py``."""
+    effects: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Holding(Message):
+    """What a worker tells a trainer that was started again: the state that it holds."""
+
+    stage: int = -1
+    """-1: it holds none."""
+    stages: int = 0
+    """How many there are."""
+    fingerprint: str = ""
+    """Of the plan."""
+    session: int = -1
+    plan_version: int = -1
+    step: int = -1
+    commit: dict[str, Any] | None = None
+    """The last :class:`CommitRequest` that it has applied."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +332,8 @@ class WorkerStats(Message):
     """For which its compute thread computed since it came."""
     queue_s: float
     """Of computing that wait for it now."""
+    downloads: int = 0
+    """How often it has fetched a stage's state since it came."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from lightning_swarm.swarm.errors import (
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.tree import encode_tree
 from lightning_swarm.trainer.pipeline import Pipeline, check_links, probe
+from lightning_swarm.trainer.position import StepRecord
 from lightning_swarm.trainer.roster import Roster, Worker
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class StepEnd:
         step: int,
         hyperparameters: list[dict[str, Any]],
         clipping: Clipping,
+        record: StepRecord,
         boundary: asyncio.Lock,
         committed: Callable[[], None],
     ) -> None:
@@ -141,6 +143,7 @@ class StepEnd:
             step: Its number.
             hyperparameters: Of each parameter group, as the trainer's optimizer and schedulers have them now.
             clipping: How to clip.
+            record: What workers are to keep for a trainer that is started again.
             boundary: Held while the group is fixed: nobody joins between a reduction and its commit.
             committed: Called before the boundary is free again.
 
@@ -158,7 +161,7 @@ class StepEnd:
                 if reduced and not self._open_groups():
                     self._judge()
                     with self._pipeline.sealed():
-                        await self._commit(step, hyperparameters, clipping)
+                        await self._commit(step, hyperparameters, clipping, record)
                     self._pipeline.forget()
                     committed()
                     return
@@ -316,7 +319,9 @@ class StepEnd:
         self._step.suspect = (culprit, known.stage)
         self._pipeline.lose(culprit)
 
-    async def _commit(self, step: int, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
+    async def _commit(
+        self, step: int, hyperparameters: list[dict[str, Any]], clipping: Clipping, record: StepRecord
+    ) -> None:
         """Apply what was reduced; after this the step is made, whoever missed it."""
         reduced = self._step.reduced.values()
         scale = 1.0
@@ -333,6 +338,8 @@ class StepEnd:
             scale=scale,
             clip_value=clipping.value,
             absent=tuple(name for group in reduced for name in sorted(group.absent)),
+            position=record.position,
+            effects=record.effects,
         ).to_dict()
 
         async def commit(worker: Worker) -> None:

@@ -16,6 +16,7 @@ from lightning_swarm.swarm.calls import JoinReply, TrainerRecord, WorkerRecord
 from lightning_swarm.swarm.errors import PeerBusy, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
+from lightning_swarm.trainer.recovery import Recovery
 from lightning_swarm.trainer.session import Session
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ class TrainerPeer:
         """The current session's number."""
         self._over = -1  # The last session that has ended; the one after it may have been called but not opened yet.
         self._ended = False
+        self._callers: set[str] = set()
+        """Workers that have asked for work before there was any."""
         self._speaking: asyncio.Task[None] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
@@ -75,6 +78,7 @@ class TrainerPeer:
 
     async def _wait(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """``join`` while no session is open."""
+        self._callers.add(caller)
         session = header.get("session", 0)
         if self._ended:
             return JoinReply("end").to_dict(), []
@@ -105,6 +109,10 @@ class TrainerPeer:
         changed = self._changed
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(changed.wait(), at_most_s)
+
+    def recovery(self, wait_s: float) -> Recovery:
+        """Asks workers what they hold of the run."""
+        return Recovery(self.node, lambda: frozenset(self._callers), wait_s)
 
     def open(self, make: Callable[[], Session]) -> Session:
         """Begin a session; from any thread but the loop's."""

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_swarm.swarm.calls import Context
 from lightning_swarm.trainer.commit import Clipping
 from lightning_swarm.trainer.microbatches import Microbatch
+from lightning_swarm.trainer.position import StepRecord
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class StepEnding:
 
     hyperparameters: tuple[dict[str, Any], ...]
     clipping: Clipping
+    record: StepRecord
 
 
 @dataclass

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +43,8 @@ from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.moves import Moves
 from lightning_swarm.trainer.origin import Origin
 from lightning_swarm.trainer.pipeline import Pipeline
+from lightning_swarm.trainer.position import StepRecord, pack_effects
+from lightning_swarm.trainer.recovery import Kept
 from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
 from lightning_swarm.trainer.roster import Roster, StageLost
 from lightning_swarm.worker.state import StageState
@@ -109,6 +111,8 @@ class Session:
         settings: The strategy's.
         check: Raises what makes waiting for workers pointless.
         joined: Called with the local index and the stage of each worker that joins.
+        write_snapshot: Puts the origin on disk, called on a thread with its step and Lightning's position there.
+        kept: Which workers hold what the origin holds, when this trainer was started again.
     """
 
     def __init__(
@@ -119,6 +123,8 @@ class Session:
         settings: Settings,
         check: Callable[[], None],
         joined: Callable[[int, int], None],
+        write_snapshot: Callable[[int, bytes], None] | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self._node = node
         self._identity = identity
@@ -142,6 +148,14 @@ class Session:
         self._origin_lock = asyncio.Lock()
         self._redo = RedoLog(self.step)
         self._snapshot: asyncio.Task[None] | None = None
+        self._write_snapshot = write_snapshot
+        self._written = self.step
+        """The step of the last snapshot on disk."""
+        self._kept = kept
+        self._position = b""
+        """Where Lightning stood at the beginning of the step under way."""
+        self._effects: list[bytes] = []
+        """What the step's batches gave, if the position is known."""
         self.counters: Counter[str] = Counter()
         self.in_directory: dict[str, WorkerRecord] = {}
         self._samples = 0
@@ -182,14 +196,26 @@ class Session:
             assert self.plan is not None and self.roster is not None and self.pipeline is not None
             if caller in self.roster.workers:
                 self.pipeline.lose(caller)
-            stage = self.roster.neediest_stage(self._stages_that_fit(caller, request.memory_bytes))
+            stage = self._kept_stage(caller)
+            keeps = stage is not None
+            if stage is None:
+                stage = self.roster.neediest_stage(self._stages_that_fit(caller, request.memory_bytes))
             assignment = self._assignment(stage)
             if assignment is None:
                 return JoinReply("wait").to_dict(), []
+            if keeps:
+                assignment = replace(assignment, donors=(caller, *assignment.donors))
             self.roster.join(caller, request.device, request.local_index, stage, request.memory_bytes)
             self._joined(request.local_index, stage)
         log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
+
+    def _kept_stage(self, worker: str) -> int | None:
+        """The stage whose state of now this worker holds since before the trainer was started again."""
+        kept, plan = self._kept, self.plan
+        if kept is None or plan is None or (kept.step, kept.fingerprint) != (self.step, plan.fingerprint):
+            return None
+        return kept.stages.pop(worker, None)
 
     def _assignment(self, stage: int) -> Assignment | None:
         """What a worker of this stage has to know; ``None`` while nobody could give it the stage's state."""
@@ -355,6 +381,8 @@ class Session:
                 continue
             if kind == "training_step":
                 self._redo.add(batch)
+                if self._position:
+                    self._effects.append(pack_effects(effects))
             return effects
 
     async def _recover(self, lost: StageLost) -> None:
@@ -420,9 +448,32 @@ class Session:
         self._samples += sum(microbatch.samples for microbatch in batch.microbatches)
         return [flight.effects for flight in flights]
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether the next batch is the first one of its step."""
+        return self._count == 0
+
+    @property
+    def snapshot_is_due(self) -> bool:
+        """Whether the trainer's copy, and the one on disk if there is to be one, has become too old."""
+        newest = self._written if self._write_snapshot is not None else self.origin.version
+        due = self.step - newest >= self._settings.snapshot_every_n_steps
+        return due and (self._snapshot is None or self._snapshot.done())
+
+    async def begin_step(self, position: bytes) -> None:
+        """The next batch is the first one of its step.
+
+        Args:
+            position: Where Lightning stands now, if that is to be kept with the weights.
+        """
+        self._position = position
+        if self.snapshot_is_due:
+            self._snapshot = asyncio.create_task(self._take_snapshot(position), name="snapshot")
+
     async def finish_step(self, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
         """Reduce and commit: the swarm is at the next step then."""
-        ending = StepEnding(tuple(hyperparameters), clipping)
+        ending = StepEnding(tuple(hyperparameters), clipping, StepRecord(self._position, tuple(self._effects)))
+        self._position, self._effects = b"", []
         self._redo.end(ending)
         while True:
             try:
@@ -431,14 +482,11 @@ class Session:
             except StageLost as lost:
                 await self._recover(lost)
         self._redo.begin(self.step)
-        due = self.step - self.origin.version >= self._settings.snapshot_every_n_steps
-        if due and (self._snapshot is None or self._snapshot.done()):
-            self._snapshot = asyncio.create_task(self._take_snapshot(), name="snapshot")
 
     async def _finish(self, ending: StepEnding) -> None:
         assert self._step_end is not None and self.moves is not None
         await self._step_end.finish(
-            self.step, list(ending.hyperparameters), ending.clipping, self._boundary, self._committed
+            self.step, list(ending.hyperparameters), ending.clipping, ending.record, self._boundary, self._committed
         )
         await self.moves.switch(self._identity.session, self._plan_version, self.step)
 
@@ -460,13 +508,24 @@ class Session:
         )
         self._balancing = self._node.spawn(balancer.run(), "rebalancing")
 
-    async def _take_snapshot(self) -> None:
-        """Bring the trainer's copy up to date while training goes on."""
+    async def _take_snapshot(self, position: bytes) -> None:
+        """Bring the trainer's copy up to date while training goes on, and put it on disk if that is wanted."""
+        step = self.step
         try:
             await self.gather()
-            self.counters["snapshots"] += 1
         except SwarmError as error:
             log.info("No snapshot this time: %s", error)
+            return
+        self.counters["snapshots"] += 1
+        async with self._origin_lock:
+            if self._write_snapshot is not None and position and self.origin.version == step:
+                writing = asyncio.ensure_future(asyncio.to_thread(self._write_snapshot, step, position))
+                try:
+                    await asyncio.shield(writing)
+                finally:
+                    # At the end of the session too, nobody may change the origin while it is written.
+                    await asyncio.wait({writing})
+                self._written = step
 
     async def gather(self) -> None:
         """Bring the trainer's copy of the model up to the current step."""
@@ -504,6 +563,7 @@ class Session:
         """The session is over: workers return from their Lightning call."""
         if self._snapshot is not None:
             self._snapshot.cancel()
+            await asyncio.wait({self._snapshot})
         if self._balancing is not None:
             self._balancing.cancel()
         if self.roster is not None:

@@ -12,7 +12,7 @@ steps that came after the state, which needs nothing from the network.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ _PING_EVERY_S = 5.0
 _AGAIN_AFTER_S = 0.5
 _STATE_DEADLINE_S = 600.0
 _LINGER_S = 1.0
+_CALLS_OF_TRAINER = ("process", "reduce", "commit", "move", "finish")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Member:
         hosted: What Lightning has set up.
         switchboard: Its calls.
         trainer: The trainer's peer id.
+        find_trainer: Asks the DHT and other peers for a trainer that is not the given one.
         trainer_timeout_s: How long to keep the state of a run whose trainer is gone.
     """
 
@@ -93,12 +95,14 @@ class Member:
         switchboard: Switchboard,
         hosted: Hosted,
         trainer: str,
+        find_trainer: Callable[[str], Awaitable[str | None]],
         trainer_timeout_s: float,
     ) -> None:
         self._node = node
         self._switchboard = switchboard
         self._hosted = hosted
-        self._trainer = trainer
+        self.trainer = trainer
+        self._find_trainer = find_trainer
         self._trainer_timeout_s = trainer_timeout_s
         self._executor = Executor()
         self.service = WorkerService(node, self._executor)
@@ -136,7 +140,7 @@ class Member:
 
         async def leave() -> None:
             with contextlib.suppress(SwarmError):
-                await self._node.call(self._trainer, "leave", {}, deadline_s=_PING_EVERY_S)
+                await self._node.call(self.trainer, "leave", {}, deadline_s=_PING_EVERY_S)
             # Others may be fetching from us; a fetch that breaks off is blamed on somebody.
             await asyncio.sleep(_LINGER_S)
             finished = self.service.finished
@@ -146,10 +150,11 @@ class Member:
         self._node.spawn(leave(), "leaving")
 
     async def _live(self) -> FinishRequest:
-        self._switchboard.plug({**self.service.handlers(), "move": self._move})
-        trainer = self._trainer
+        handlers: dict[str, Any] = {**self.service.handlers(), "move": self._move}
+        handlers.update({call: self._of_trainer(handlers[call]) for call in _CALLS_OF_TRAINER})
+        self._switchboard.plug({**handlers, "hold": self._hold})
         while True:
-            reply = None if self._leaving else await self._ask(trainer)
+            reply = None if self._leaving else await self._ask()
             if reply is None or self._leaving:
                 return FinishRequest(self._hosted.request.session, False, True, None)
             if reply.action == "wait":
@@ -158,33 +163,87 @@ class Member:
                 return FinishRequest(self._hosted.request.session, False, reply.action == "end", None)
             assert reply.assignment is not None
             self.service.finished = asyncio.get_running_loop().create_future()
-            self._taking = asyncio.create_task(self._take(trainer, Assignment.from_dict(reply.assignment)))
+            self._taking = asyncio.create_task(self._take(Assignment.from_dict(reply.assignment)))
             try:
-                finish = await self._until_finished(trainer)
+                finish = await self._until_finished()
             finally:
                 self._taking.cancel()
                 self._stay()
             if not finish.reassign:
                 return finish
 
-    async def _ask(self, trainer: str) -> JoinReply:
+    def _of_trainer(self, handler: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitable[Reply]]:
+        """A trainer that was given up may live still: it has no say any more."""
+
+        async def handle(caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+            if caller != self.trainer:
+                raise PeerStale(f"this worker works for trainer {self.trainer}")
+            return await handler(caller, header, tensors)
+
+        return handle
+
+    async def _hold(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """A trainer that was started again asks what there is; it is this worker's trainer from now on."""
+        if caller != self.trainer and await self._answers(self.trainer):
+            raise CallerError(
+                f"Run {self._node.run_id!r} has a trainer already, {self.trainer}, and it is alive. Stop it before you "
+                "start it again, or give the other run another run_id."
+            )
+        self._follow(caller)
+        return self.service.holding().to_dict(), []
+
+    def _follow(self, trainer: str) -> None:
+        """Work for this trainer from now on, beginning with asking it for work."""
+        if trainer != self.trainer:
+            log.warning("Trainer %s is gone; this worker works for %s now.", self.trainer[-6:], trainer[-6:])
+        self.trainer = trainer
+        self.service.pause()
+        finished = self.service.finished
+        if finished is not None and not finished.done():
+            finished.set_result(FinishRequest(self._hosted.request.session, True, False, None))
+
+    async def _answers(self, trainer: str) -> bool:
+        try:
+            await self._node.call(trainer, "ping", {}, deadline_s=_PING_EVERY_S)
+        except SwarmError:
+            return False
+        return True
+
+    async def _look_for_another(self) -> bool:
+        """Whether the run has another trainer; then this worker follows it."""
+        found = await self._find_trainer(self.trainer)
+        if found is not None:
+            self._follow(found)
+        return found is not None
+
+    async def _ask(self) -> JoinReply:
         deadline = asyncio.get_running_loop().time() + self._trainer_timeout_s
         while True:
+            trainer = self.trainer
             try:
                 header, _ = await self._node.call(
                     trainer, "join", self._hosted.request.to_dict(), deadline_s=_ASK_DEADLINE_S
                 )
-                return JoinReply.from_dict(header)
+                if trainer == self.trainer:
+                    return JoinReply.from_dict(header)
             except CallerError as error:
                 raise MisconfigurationException(str(error)) from error
             except SwarmError as error:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise TrainerGone(f"The trainer does not answer: {error}", trainer) from error
-                await asyncio.sleep(0.5)
+                    raise TrainerGone(
+                        f"The trainer does not answer: {error} Nobody has started it again within "
+                        f"{self._trainer_timeout_s:.0f} s (trainer_timeout).",
+                        trainer,
+                    ) from error
+                if not await self._look_for_another():
+                    await asyncio.sleep(_AGAIN_AFTER_S)
 
-    async def _take(self, trainer: str, assignment: Assignment, incoming: Incoming | None = None) -> None:
-        """Become a worker of the assigned stage; its state is there already if it was incoming."""
+    async def _take(self, assignment: Assignment, incoming: Incoming | None = None) -> None:
+        """Become a worker of the assigned stage; its state is there already if it was incoming, or is held."""
         hosted = self._hosted
+        state = incoming.state if incoming is not None else None
+        if self._node.peer_id in assignment.donors:
+            state = await self.service.held_state(assignment)
         self.service.end()
         server = await self._executor.do(
             Priority.COMMIT,
@@ -202,13 +261,12 @@ class Member:
         if hosted.optimizer is not None:
             _narrow(hosted.optimizer, self._names, server.stage.owned_parameters())
         self.service.begin(server, hosted.optimizer, incoming)
-        state = incoming.state if incoming is not None else None
         await self.service.load(state or await self._download(assignment))
         while True:
             version = server.version
             ready = ReadyRequest(assignment.session, assignment.plan_version, assignment.stage, version or 0)
             try:
-                await self._node.call(trainer, "ready", ready.to_dict(), deadline_s=_ASK_DEADLINE_S)
+                await self._node.call(self.trainer, "ready", ready.to_dict(), deadline_s=_ASK_DEADLINE_S)
                 return
             except PeerStale:
                 # A commit may have come while we asked; if none has, we are where the swarm is not.
@@ -235,7 +293,7 @@ class Member:
             log.info("Moving from stage %d to stage %d", ours.stage, request.stage)
             self._stay()
             service.end()
-            self._taking = asyncio.create_task(self._take(self._trainer, incoming.assignment, incoming))
+            self._taking = asyncio.create_task(self._take(incoming.assignment, incoming))
         return {}, []
 
     def _stay(self) -> None:
@@ -254,7 +312,7 @@ class Member:
         assignment = incoming.assignment
         request = PreparedRequest(assignment.session, assignment.plan_version, assignment.stage, problem)
         try:
-            await self._node.call(self._trainer, "prepared", request.to_dict(), deadline_s=_ASK_DEADLINE_S)
+            await self._node.call(self.trainer, "prepared", request.to_dict(), deadline_s=_ASK_DEADLINE_S)
         except SwarmError as error:
             # What was prepared goes with the next commit that does not concern it; a reduction may still do so.
             log.info("The move to stage %d is off: %s", assignment.stage, error)
@@ -263,6 +321,9 @@ class Member:
         request = StateRequest(assignment.session, assignment.plan_version, assignment.stage)
         problems = []
         for donor in assignment.donors:
+            if donor == self._node.peer_id:
+                continue
+            self.service.downloads += 1
             try:
                 header, tensors = await call_watched(
                     self._node, donor, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
@@ -276,7 +337,7 @@ class Member:
                 problems.append(f"{donor}: {error}")
         raise SwarmError(f"Nobody could give the state of stage {assignment.stage}: {'; '.join(problems)}")
 
-    async def _until_finished(self, trainer: str) -> FinishRequest:
+    async def _until_finished(self) -> FinishRequest:
         """Wait for the end of the session; look after the trainer when it is silent.
 
         A stage that could not be taken (no donor is left, the swarm went on without us) is a reason to ask for another.
@@ -307,7 +368,7 @@ class Member:
             if loop.time() - heard < _PING_EVERY_S:
                 continue
             try:
-                answer, _ = await self._node.call(trainer, "ping", {}, deadline_s=_PING_EVERY_S)
+                answer, _ = await self._node.call(self.trainer, "ping", {}, deadline_s=_PING_EVERY_S)
                 heard = loop.time()
                 if not answer["member"]:
                     log.warning("The trainer has given this worker up; it joins again.")
@@ -315,8 +376,11 @@ class Member:
             except SwarmError as error:
                 if loop.time() - heard > self._trainer_timeout_s:
                     raise TrainerGone(
-                        f"The trainer has been silent for {loop.time() - heard:.0f} s", trainer
+                        f"The trainer has been silent for {loop.time() - heard:.0f} s (trainer_timeout is "
+                        f"{self._trainer_timeout_s:.0f} s), and nobody has started it again.",
+                        self.trainer,
                     ) from error
+                await self._look_for_another()
 
 
 def _names_by_group(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:

@@ -21,7 +21,7 @@ from lightning_swarm.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
-_CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "move", "finish", "stats"]
+_CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "hold", "move", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
 _ANNOUNCE_EVERY_S = 10.0
 
@@ -58,7 +58,7 @@ class WorkerPeer:
     @property
     def trainer(self) -> str | None:
         """The trainer's peer id, once it is known."""
-        return self._trainer
+        return self._member.trainer if self._member is not None else self._trainer
 
     @property
     def service(self) -> WorkerService | None:
@@ -74,13 +74,15 @@ class WorkerPeer:
         """
         self._trainer = self.node.run(self._find_trainer())
         hosted = replace(hosted, request=replace(hosted.request, session=self.count))
-        self._member = Member(self.node, self._switchboard, hosted, self._trainer, self._trainer_timeout_s)
+        self._member = Member(
+            self.node, self._switchboard, hosted, self._trainer, self._find_another, self._trainer_timeout_s
+        )
         announcing = self.node.spawn(self._announce(self._member, hosted), "announcing this worker")
         try:
             return self._member.serve()
         finally:
             announcing.cancel()
-            self._member = None
+            self._trainer, self._member = self._member.trainer, None
 
     async def _announce(self, member: Member, hosted: Hosted) -> None:
         """Tell the DHT who we are, until we sign off."""
@@ -145,7 +147,14 @@ class WorkerPeer:
                 return True
 
     async def _tell_trainer(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Any:
-        return {"trainer": self._trainer}, []
+        return {"trainer": self.trainer}, []
+
+    async def _find_another(self, trainer: str) -> str | None:
+        """The DHT knows of a trainer that was started again; where it does not reach, other peers do."""
+        for found in (await announced_trainer(self.node), await told_trainer(self.node, self._initial_peers)):
+            if found not in (None, trainer):
+                return found
+        return None
 
     async def _find_trainer(self) -> str:
         loop = asyncio.get_running_loop()

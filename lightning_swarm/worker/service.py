@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_swarm.slicing.plan import Plan
 from lightning_swarm.swarm.calls import (
+    Assignment,
     CommitRequest,
     FinishRequest,
     Group,
+    Holding,
     ProbeReply,
     ProbeRequest,
     ReduceReply,
@@ -83,6 +86,8 @@ class WorkerService:
         self.optimizer: Optimizer | None = None
         self.finished: asyncio.Future[FinishRequest] | None = None
         self.last_call_s = 0.0
+        self.committed: CommitRequest | None = None
+        """The last commit that was applied, for others to be told of it when the trainer cannot."""
         self._reduced: dict[str, Reduced] = {}
         """Of the step under way, by group."""
         self._queued: dict[int, tuple[list[Reduced], CommitRequest]] = {}
@@ -92,6 +97,8 @@ class WorkerService:
         self._begun = asyncio.Event()
         self._commit_lock = asyncio.Lock()
         self._reduction_s = self._commit_s = 0.0
+        self.downloads = 0
+        """How often this worker has fetched a stage's state."""
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         """By call."""
@@ -113,6 +120,37 @@ class WorkerService:
         self.server, self.optimizer = server, optimizer
         self._reduced, self._queued = {}, incoming.commits if incoming is not None else {}
         self._begun.set()
+
+    def pause(self) -> None:
+        """The trainer is gone: what this worker holds stays, but it is in no reduction before it begins again."""
+        self._begun.clear()
+
+    def holding(self) -> Holding:
+        """What this worker holds."""
+        server = self.server
+        if server is None or server.version is None:
+            return Holding()
+        assignment, last = server.assignment, self.committed
+        return Holding(
+            stage=server.index,
+            stages=len(server.plan.stages),
+            fingerprint=server.plan.fingerprint,
+            session=assignment.session,
+            plan_version=assignment.plan_version,
+            step=server.version,
+            commit=last.to_dict() if last is not None and last.step == server.version - 1 else None,
+        )
+
+    async def held_state(self, assignment: Assignment) -> StageState | None:
+        """The state that an assignment asks for, if this worker holds it; shares memory with the stage."""
+        server = self.server
+        if server is None or (server.index, server.version) != (assignment.stage, assignment.step):
+            return None
+        owned = server.plan.stages[server.index]
+        wanted = Plan.from_dict(assignment.plan).stages[assignment.stage]
+        if (owned.parameters, owned.buffers) != (wanted.parameters, wanted.buffers):
+            return None
+        return await self.executor.do(Priority.COMMIT, lambda: self._capture(server, copy=False))
 
     def end(self) -> None:
         """Serve no stage any more."""
@@ -256,6 +294,7 @@ class WorkerService:
         hyperparameters = [decode_tree(group, []) for group in request.hyperparameters]
         await self.executor.do(Priority.COMMIT, lambda: self._step(server, reduced, request, hyperparameters))
         server.forget_step(request.step)
+        self.committed = request
 
     def _step(
         self,
@@ -296,13 +335,13 @@ class WorkerService:
             server.assignment.plan_version,
         ):
             raise PeerStale(f"this worker holds no state of stage {request.stage}")
-        captured = await self.executor.do(
-            Priority.COMMIT,
-            lambda: StageState.capture(
-                server.version or 0, server.stage.owned_parameters(), server.buffers_of_version(), self.optimizer
-            ),
-        )
+        captured = await self.executor.do(Priority.COMMIT, lambda: self._capture(server, copy=True))
         return await asyncio.to_thread(captured.to_wire)
+
+    def _capture(self, server: StageServer, copy: bool) -> StageState:
+        """On the compute thread."""
+        parameters, buffers = server.stage.owned_parameters(), server.buffers_of_version()
+        return StageState.capture(server.version or 0, parameters, buffers, self.optimizer, copy=copy)
 
     async def load(self, state: StageState) -> int:
         """Take over a stage's state, then apply the steps that were committed meanwhile.
@@ -362,6 +401,7 @@ class WorkerService:
             outbox_bytes=self.outbox.bytes,
             busy_s=sum(self.executor.busy_s.values()),
             queue_s=self.executor.queue_s,
+            downloads=self.downloads,
         )
         return stats.to_dict(), []
 

@@ -144,6 +144,31 @@ def train(strategy: Any, *callbacks: pl.Callback) -> list[float]:
     return weights
 
 
+class Patient(pl.Callback):
+    """Waits for the snapshot of each step, and tells the step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        while strategy._session._snapshot is not None and not strategy._session._snapshot.done():
+            threading.Event().wait(0.01)
+        print("step", trainer.global_step, flush=True)
+
+
+def shuffled() -> DataLoader[Any]:
+    """Four batches, in another order in every epoch."""
+    return DataLoader(data().dataset, batch_size=8, shuffle=True)
+
+
+def go_on(folder: str) -> None:
+    """Fit three epochs, after an earlier run if there was one, and tell the weights."""
+    pl.seed_everything(7, verbose=False)
+    module = Tiny()
+    strategy = SwarmStrategy(stages=2, microbatches=4, snapshot_every_n_steps=1, snapshot_dir=folder)
+    trainer = make_trainer(strategy, max_epochs=3, callbacks=[Patient()])
+    trainer.fit(module, shuffled(), ckpt_path="swarm")
+    print("weights", json.dumps(torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()), flush=True)
+
+
 def main() -> None:
     """What the arguments say."""
     what, *more = sys.argv[1:]
@@ -158,6 +183,8 @@ def main() -> None:
     elif what == "elsewhere":
         make_trainer(SwarmStrategy(stages=2, workers=0), callbacks=[Watch()]).fit(Tiny(), data())
         print("trained", flush=True)
+    elif what == "go on":
+        go_on(more[0])
     elif what == "train":
         workers, reproducible = int(more[0]), more[1:] == ["reproducible"]
         train(SwarmStrategy(stages=2, workers=workers, microbatches=8, reproducible=reproducible), AllReady(workers))
