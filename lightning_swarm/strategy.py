@@ -52,6 +52,7 @@ from lightning_swarm.trainer.origin import Origin
 from lightning_swarm.trainer.peer import TrainerPeer
 from lightning_swarm.trainer.replay import replay
 from lightning_swarm.trainer.session import Identity, Session, Settings
+from lightning_swarm.waits import check_order
 from lightning_swarm.worker.member import Hosted
 from lightning_swarm.worker.peer import WorkerPeer
 from lightning_swarm.worker.recorder import plain_attributes
@@ -197,6 +198,7 @@ class SwarmStrategy(Strategy):
         ):
             if isinstance(addresses, str):
                 raise MisconfigurationException(f"SwarmStrategy({name}={addresses!r}) must be a list of addresses.")
+        check_order(startup_timeout, trainer_timeout)
         self._stage_count = count
         self._workers = count if workers is None else workers
         self._microbatches = microbatches or 2 * count

@@ -271,7 +271,7 @@ class Pipeline:
             SourceFailed: It waits for what another worker has offered for long.
         """
         status = await probe(self._node, worker, ProbeRequest(microbatch))
-        if status.computing_s > patience_s:
+        if status.computing_s > patience_s and not self._roster.waits_for(worker, stage):
             raise DeadlineExceeded(
                 f"{worker} has computed for {status.computing_s:.1f} s, its usual time allows {patience_s:.1f} s",
                 worker,

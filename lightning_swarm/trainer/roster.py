@@ -287,6 +287,19 @@ class Roster:
         ahead = self._wiring.outstanding(peer) if call == "process" else 0
         return self._deadlines.deadline_s(peer, stage, call, ahead=ahead)
 
+    def waits_for(self, peer: str, stage: int, call: str = "process") -> bool:
+        """Whether to go on waiting for a worker that computes for longer than its usual time allows.
+
+        Nobody else can do the work of a stage's only worker: it may have become slow, and is given up to 64 times the
+        usual time.
+        """
+        if any(worker.peer != peer for worker in self.at_stage(stage)):
+            return False
+        waits = self._deadlines.extend(peer, stage, call)
+        if waits:
+            log.warning("Worker %s computes for long, but nobody else serves stage %d: it gets time", peer[-6:], stage)
+        return waits
+
     def service_s(self, peer: str) -> float | None:
         """Measured seconds that a worker computes for a microbatch."""
         return self._wiring.measured_s(peer) if self._wiring.stage_of(peer) is not None else None
