@@ -5,9 +5,10 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_swarm.callbacks import FaultBanning
 from lightning_swarm.strategy import SwarmStrategy
 
 __version__ = "0.1.0"
-__all__ = ["SwarmStrategy"]
+__all__ = ["FaultBanning", "SwarmStrategy"]
 
 SwarmStrategy.register_strategies(StrategyRegistry)

@@ -37,6 +37,7 @@ from lightning_swarm._compat import (
     replace_run_stage,
     restore_run_stage,
 )
+from lightning_swarm.policies.banning import BanList
 from lightning_swarm.policies.rebalancing import RebalancingPolicy
 from lightning_swarm.resuming import SWARM, Resuming
 from lightning_swarm.slicing.plan import CutError, Plan, make_plan, make_signature
@@ -53,6 +54,7 @@ from lightning_swarm.trainer.peer import TrainerPeer
 from lightning_swarm.trainer.replay import replay
 from lightning_swarm.trainer.session import Identity, Session, Settings
 from lightning_swarm.trainer.snapshots import Snapshots
+from lightning_swarm.waits import check_order
 from lightning_swarm.worker.member import Hosted
 from lightning_swarm.worker.peer import WorkerPeer
 from lightning_swarm.worker.recorder import plain_attributes
@@ -103,6 +105,10 @@ class SwarmStrategy(Strategy):
             ``LIGHTNING_SWARM_IDENTITY``.
         memory: On a worker, how many bytes its stage may take with gradients and optimizer; by default a GPU's
             memory, and on a CPU as much as it wants. It gets a stage that fits.
+        outbox_bytes: How many bytes of activations and gradients a worker keeps for the case that a neighbour dies;
+            what is more is made again then, from its own inputs. By default a quarter of what its declared ``memory``
+            leaves besides its stage, and everything where none is declared. Lower it when workers run out of memory in
+            long steps of many microbatches; a death costs more computing then.
         codec: How activations and gradients travel: ``"none"`` as they are, ``"fp16"``, ``"bf16"`` or ``"int8"``.
         reduce_codec: The same for the parameters' gradients when workers of one stage sum them.
         reproducible: Accumulate and sum gradients in float64 and round once, so that the weights are the same bit for
@@ -145,6 +151,7 @@ class SwarmStrategy(Strategy):
         announce_maddrs: Sequence[str] | None = None,
         identity_path: str | None = None,
         memory: int | None = None,
+        outbox_bytes: int | None = None,
         codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reduce_codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reproducible: bool = False,
@@ -184,9 +191,10 @@ class SwarmStrategy(Strategy):
         ):
             if value is not None and value < 1:
                 raise MisconfigurationException(f"SwarmStrategy({name}={value}) must be at least 1.")
-        for name, seconds in (("startup_timeout", startup_timeout), ("trainer_timeout", trainer_timeout)):
-            if not seconds > 0:
-                raise MisconfigurationException(f"SwarmStrategy({name}={seconds}) must be more than 0 seconds.")
+        if outbox_bytes is not None and (isinstance(outbox_bytes, bool) or outbox_bytes < 0):
+            raise MisconfigurationException(
+                f"SwarmStrategy(outbox_bytes={outbox_bytes!r}) must be a number of bytes, at least 0, or None."
+            )
         for name, chosen in (("codec", codec), ("reduce_codec", reduce_codec)):
             if chosen not in ("none", "fp16", "bf16", "int8"):
                 raise MisconfigurationException(f"SwarmStrategy({name}={chosen!r}) must be none, fp16, bf16 or int8.")
@@ -197,6 +205,7 @@ class SwarmStrategy(Strategy):
         ):
             if isinstance(addresses, str):
                 raise MisconfigurationException(f"SwarmStrategy({name}={addresses!r}) must be a list of addresses.")
+        check_order(startup_timeout, trainer_timeout)
         self._stage_count = count
         self._workers = count if workers is None else workers
         self._microbatches = microbatches or 2 * count
@@ -212,6 +221,7 @@ class SwarmStrategy(Strategy):
         self._memory_bytes = memory or 0
         if memory is None and self.role == "worker" and self.root_device.type == "cuda":
             self._memory_bytes = torch.cuda.get_device_properties(self.root_device).total_memory
+        self._outbox_bytes = outbox_bytes
         self._codec = codec
         self._reduce_codec = reduce_codec
         self._reproducible = reproducible
@@ -453,6 +463,7 @@ class SwarmStrategy(Strategy):
             in_flight=self._in_flight,
             snapshot_every_n_steps=self._snapshot_every_n_steps,
             startup_timeout_s=self._startup_timeout_s,
+            outbox_bytes=self._outbox_bytes,
             codec=self._codec,
             reduce_codec=self._reduce_codec,
             reproducible=self._reproducible,
@@ -835,14 +846,30 @@ class SwarmStrategy(Strategy):
         if self._session is not None and isinstance(self._peer, TrainerPeer):
             self._peer.run(self._session.rebalance(policy))
 
+    def banning(self, bans: BanList) -> None:
+        """Let a list decide whom to leave alone for the rest of this Lightning call; on the trainer only.
+
+        :class:`~lightning_swarm.callbacks.FaultBanning` does this.
+        """
+        if self._session is not None and isinstance(self._peer, TrainerPeer):
+            self._peer.run(self._session.banning(bans))
+
+    def bans(self) -> list[dict[str, Any]]:
+        """Every ban of this Lightning call, as in :meth:`report`; asks nobody."""
+        return list(self._session.tally.bans) if self._session is not None else []
+
     def report(self) -> dict[str, Any]:
         """What the swarm has done in this Lightning call, or did in the last one.
 
         Returns:
-            ``step``, ``elapsed_s``, ``samples``, ``counters`` (joins, leaves, moves, bans, failures by cause, lost
-            microbatches, stages lost, steps repeated), ``trainer`` (its bytes) and ``workers``, a row each: stage,
-            peer, device, microbatches and share of its stage's, seconds in forward, backward, waiting, reduction and
-            commit, bytes sent and received.
+            ``step``, ``elapsed_s``, ``samples``, ``counters`` (joins, leaves, moves, bans, failures by cause, stages
+            lost, steps repeated, and microbatches that were retried, duplicate, lost or replayed), ``by_stage`` and
+            ``by_worker`` (those of each stage, and of each worker by peer id, gone ones included: joins, leaves, bans
+            and what happened to microbatches), ``bans`` (each with peer, stage, cause and length), ``recoveries_s``
+            (seconds from each loss of a worker or a stage to the moment when what went with it was done again),
+            ``trainer`` (its bytes) and ``workers``, a row each: stage, peer, device, microbatches and share of its
+            stage's, seconds in forward, backward, waiting, reduction and commit, bytes sent and received, bytes in its
+            outbox.
         """
         if self._session is not None and isinstance(self._peer, TrainerPeer):
             self._report = self._peer.run(self._session.report())

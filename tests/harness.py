@@ -1,5 +1,6 @@
 """Runs a model in one plain process and in a swarm, and compares what comes out."""
 
+import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,27 @@ class _Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.outcome.optimizer = copy.deepcopy(trainer.strategy.optimizer_state(trainer.optimizers[0]))
+
+
+class AllAtWork(pl.Callback):
+    """Begins with the second batch when all workers are ready, so that every stage has its workers from then on."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        if index == 1:
+            wait(strategy, lambda: ready(strategy) >= strategy.thread_workers)
+
+
+def ready(strategy: Any) -> int:
+    """How many workers get tasks."""
+    return sum(worker.ready for worker in strategy._session.roster.workers.values())
+
+
+def wait(strategy: Any, condition: Callable[[], bool]) -> None:
+    """Until something is so, looking on the trainer's event loop, so that Ctrl-C and the swarm's errors end it."""
+
+    while not condition():
+        strategy._peer.run(asyncio.sleep(0.02))
 
 
 def options(**more: Any) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 Two workers serve each of three stages, so nothing but the work of the one that fails has to be repeated.
 """
 
-from typing import Any
-
 import lightning.pytorch as pl
 import pytest
 
 from lightning_swarm.faults import Kind, Moment
 from lightning_swarm.testing import Fault, Faults
-from tests.harness import Outcome, difference, fit_swarm
+from tests.harness import AllAtWork, Outcome, difference, fit_swarm
 from tests.models import CASES, GPT
 
 pytestmark = pytest.mark.chaos
@@ -23,26 +21,11 @@ def make() -> pl.LightningModule:
     return GPT(layers=3, width=16, dropout=0.1, noise=0.1, tied=True, optimizer="adamw")
 
 
-class _AllAtWork(pl.Callback):
-    """Begins with the second batch when all workers are ready, so that every stage has two from then on."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        strategy: Any = trainer.strategy
-        while index == 1 and sum(w.ready for w in strategy._session.roster.workers.values()) < strategy.thread_workers:
-            strategy._peer.run(_moment())
-
-
-async def _moment() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.05)
-
-
 def fit(*faults: Fault, workers: int = 6) -> tuple[Outcome, dict[str, int], Faults]:
     """The run, the counters of its report and the faults."""
     schedule = Faults(faults)
     options = {"workers": workers, "microbatches": 6, "reproducible": True, "snapshot_every_n_steps": 2}
-    run = fit_swarm(make, CASE.loader(STEPS), 3, swarm={**options, "faults": schedule}, callbacks=[_AllAtWork()])
+    run = fit_swarm(make, CASE.loader(STEPS), 3, swarm={**options, "faults": schedule}, callbacks=[AllAtWork()])
     return run, run.trainer.strategy.report()["counters"], schedule
 
 
@@ -112,6 +95,14 @@ def test_what_does_not_come_over_a_dead_link_comes_from_another_worker(stage: in
     _same(run, undisturbed)
     assert faults.fired == [fault]
     assert counters["links banned"] >= 1
+
+
+def test_two_dead_links_are_gone_around(undisturbed: Outcome) -> None:
+    links = [Fault("cut", "fetched", stage=stage, step=step) for stage, step in ((0, 1), (1, 2))]
+    run, counters, faults = fit(*links)
+    _same(run, undisturbed)
+    assert faults.fired == links
+    assert counters["links banned"] >= 2 and "stages lost" not in counters
 
 
 def test_workers_of_a_stage_that_cannot_reach_each_other_do_not_hold_up_the_step(undisturbed: Outcome) -> None:

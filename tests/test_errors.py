@@ -190,7 +190,7 @@ def test_workers_cannot_be_started_where_there_is_no_script(monkeypatch: pytest.
 
 
 def test_a_stage_that_nobody_serves_is_named() -> None:
-    error = error_of_fit(make(), SwarmStrategy(2, workers=0, startup_timeout=0.5), expected=Exception)
+    error = error_of_fit(make(), SwarmStrategy(2, workers=0, startup_timeout=2.5), expected=Exception)
     assert re.match(r"No worker serves stage 0, 1 after \d+ s \(startup_timeout\)\. Workers seen: none\.", error)
 
 
@@ -365,6 +365,19 @@ def test_a_scaled_loss_is_refused() -> None:
         ({"in_flight": 0}, "SwarmStrategy(in_flight=0) must be at least 1."),
         ({"codec": "int4"}, "SwarmStrategy(codec='int4') must be none, fp16, bf16 or int8."),
         ({"reduce_codec": None}, "SwarmStrategy(reduce_codec=None) must be none, fp16, bf16 or int8."),
+        ({"outbox_bytes": -1}, "SwarmStrategy(outbox_bytes=-1) must be a number of bytes, at least 0, or None."),
+        (
+            {"startup_timeout": 1},
+            "SwarmStrategy(startup_timeout=1) does not fit: the shortest deadline of a call < startup_timeout must "
+            "hold, but 2 s < 1 s does not; else a stage",
+        ),
+        (
+            {"trainer_timeout": 4},
+            "SwarmStrategy(trainer_timeout=4) does not fit: the pause between two of a worker's heartbeats < "
+            "trainer_timeout must hold, but 5 s < 4 s does not; else a worker",
+        ),
+        ({"startup_timeout": -1}, "SwarmStrategy(startup_timeout=-1) must be a number of seconds above 0."),
+        ({"trainer_timeout": "1m"}, "SwarmStrategy(trainer_timeout='1m') must be a number of seconds above 0."),
         ({"role": "leader"}, "SwarmStrategy(role='leader') must be 'auto', 'trainer' or 'worker'."),
         ({"initial_peers": "/ip4/x"}, "SwarmStrategy(initial_peers='/ip4/x') must be a list of addresses."),
         ({"host_maddrs": "/ip4/x"}, "SwarmStrategy(host_maddrs='/ip4/x') must be a list of addresses."),

@@ -6,7 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from tests.harness import Outcome, difference, fit_swarm
+from lightning_swarm.faults import Moment
+from lightning_swarm.testing import Fault, Faults
+from tests.harness import Outcome, difference, fit_swarm, ready, wait
 from tests.models import CASES, GPT
 
 CASE = CASES["gpt"]
@@ -45,8 +47,8 @@ class Kill(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         strategy: Any = trainer.strategy
-        while index == 1 and sum(w.ready for w in strategy._session.roster.workers.values()) < strategy.thread_workers:
-            strategy._peer.run(_moment())
+        if index == 1:
+            wait(strategy, lambda: ready(strategy) >= strategy.thread_workers)
         for stage in self.kills.get(index, ()):
             victim = strategy._session.roster.at_stage(stage)[0].peer
             thread = threading.Thread(target=self._kill, args=(strategy, victim), daemon=True)
@@ -67,12 +69,6 @@ class Kill(pl.Callback):
         self.killed += 1
         if self.replace:
             local.start(100 + self.killed)
-
-
-async def _moment() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.05)
 
 
 def _same(run: Outcome, undisturbed: Outcome) -> None:
@@ -109,3 +105,14 @@ def test_all_workers_of_the_swarm_vanish(undisturbed: Outcome) -> None:
     kill = Kill({5: [0, 1, 2]}, replace=True)
     _same(fit([kill], workers=3), undisturbed)
     assert kill.killed == 3
+
+
+@pytest.mark.parametrize("moment", ["forward", "reduce"])
+def test_a_stages_only_worker_that_becomes_slow_is_waited_for(moment: Moment, undisturbed: Outcome) -> None:
+    """Hundreds of times slower than it was, and without any timeout set by hand."""
+    faults = Faults([Fault("slow", moment, stage=1, step=3, seconds=5.0)])
+    run = fit([], workers=3, faults=faults)
+    _same(run, undisturbed)
+    report = run.trainer.strategy.report()  # type: ignore[attr-defined]
+    assert len(faults.fired) == 1 and report["bans"] == []
+    assert "leaves" not in report["counters"] and "stages lost" not in report["counters"]

@@ -100,9 +100,9 @@ def test_a_worker_with_too_little_memory_is_refused_or_gets_a_stage_that_fits() 
 def test_a_stage_without_workers_is_named_with_the_peers_seen() -> None:
 
     with pytest.raises(
-        StartupTimeout, match=r"No worker serves stage 0, 1 after 1 s \(startup_timeout\). Workers seen: none"
+        StartupTimeout, match=r"No worker serves stage 0, 1 after 2 s \(startup_timeout\). Workers seen: none"
     ):
-        fit_swarm(GPT, CASE.loader(1), 2, swarm={"startup_timeout": 1.0, "workers": 0})
+        fit_swarm(GPT, CASE.loader(1), 2, swarm={"startup_timeout": 2.2, "workers": 0})
 
 
 def test_impossible_announcements_are_refused_and_counted() -> None:

@@ -13,6 +13,7 @@ class SwarmMonitor(pl.Callback):
 
     Args:
         every_n_steps: How often; each time costs one small call to every worker.
+        workers: Whether to log what happened to each worker's microbatches, too; one that comes back has another name.
 
     Raises:
         MisconfigurationException: The trainer's strategy is no ``SwarmStrategy``, or has no logger.
@@ -22,10 +23,11 @@ class SwarmMonitor(pl.Callback):
         >>> monitor = SwarmMonitor(every_n_steps=50)
     """
 
-    def __init__(self, every_n_steps: int = 50) -> None:
+    def __init__(self, every_n_steps: int = 50, workers: bool = False) -> None:
         if every_n_steps < 1:
             raise MisconfigurationException(f"SwarmMonitor(every_n_steps={every_n_steps}) must be at least 1.")
         self._every_n_steps = every_n_steps
+        self._workers = workers
         self._last: dict[str, Any] = {}
         self._logged = -1
 
@@ -47,21 +49,24 @@ class SwarmMonitor(pl.Callback):
             return
         self._logged = step
         report = trainer.strategy.report()  # type: ignore[attr-defined]
-        metrics = self.metrics(report, self._last)
+        metrics = self.metrics(report, self._last, self._workers)
         self._last = report
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
     @staticmethod
-    def metrics(report: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
+    def metrics(report: dict[str, Any], before: dict[str, Any], workers: bool = False) -> dict[str, float]:
         """The numbers to log.
 
         Args:
             report: Of ``SwarmStrategy.report()``.
             before: The report before; rates are those since then.
+            workers: Whether each worker's microbatches are wanted, too.
 
         Returns:
-            ``swarm/samples_per_s``, ``swarm/stage{k}/{workers,queued,forward_s,...}`` and ``swarm/{event}``.
+            ``swarm/samples_per_s``, ``swarm/recoveries`` and ``swarm/recovery_s`` (of all together),
+            ``swarm/stage{k}/{workers,queued,forward_s,processed,retried,duplicate,lost,replayed,bans,...}``,
+            ``swarm/bans/{cause}``, ``swarm/{event}`` and, for workers, ``swarm/worker/{end of peer id}/{lost,...}``.
         """
         elapsed = report["elapsed_s"] - before.get("elapsed_s", 0.0)
         metrics: dict[str, float] = defaultdict(float)
@@ -73,6 +78,14 @@ class SwarmMonitor(pl.Callback):
                 metrics[f"{prefix}/{name}"] += row.get(name, 0)
             for name in ("forward_s", "backward_s", "waiting_s", "reduction_s", "commit_s"):
                 metrics[f"{prefix}/{name}"] += row.get(name, 0.0)
+        for stage, counts in enumerate(report["by_stage"]):
+            metrics.update({f"swarm/stage{stage}/{event}": count for event, count in counts.items()})
+        for peer, counts in report["by_worker"].items() if workers else ():
+            metrics.update({f"swarm/worker/{peer[-6:]}/{event}": count for event, count in counts.items()})
+        for ban in report["bans"]:
+            metrics[f"swarm/bans/{ban['cause']}"] += 1
+        metrics["swarm/recoveries"] = len(report["recoveries_s"])
+        metrics["swarm/recovery_s"] = sum(report["recoveries_s"])
         for event, count in report["counters"].items():
             metrics[f"swarm/{event.replace(': ', '_').replace(' ', '_')}"] = count
         return dict(metrics)

@@ -9,7 +9,8 @@ systems lacked:
   reached), and only the first of a series; a restarted peer starts afresh unless it lied.
 * After a ban the peer is on probation: it gets one task, and no second one before it has answered. So a hung peer
   takes at most two tasks in a ban's window.
-* When all peers of a stage are banned, the bans are ignored: a doubtful worker is better than none.
+* When all peers of a stage are banned, the bans are ignored, unless told otherwise: a doubtful worker is better than
+  none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 __all__ = ["DEFAULT_RULES", "Ban", "BanList", "BanRule", "Cause", "link"]
 
@@ -107,6 +109,8 @@ class BanList:
         rules: replaces the default rule of the causes it names.
         forget_after_s: a peer that was not banned for so long starts again at the first length. Answers alone do not
             forgive: a peer that fails every other task would never be banned for long.
+        when_all_banned: ``"ignore"`` the bans of a stage whose peers are all banned, or ``"wait"`` until the first of
+            them is free again; for the caller to do, see :meth:`next_release_s`.
 
     Example:
         >>> bans = BanList()
@@ -116,10 +120,21 @@ class BanList:
         (frozenset({'a'}), frozenset())
     """
 
-    def __init__(self, rules: Mapping[Cause, BanRule] | None = None, *, forget_after_s: float = 900.0) -> None:
+    def __init__(
+        self,
+        rules: Mapping[Cause, BanRule] | None = None,
+        *,
+        forget_after_s: float = 900.0,
+        when_all_banned: Literal["ignore", "wait"] = "ignore",
+    ) -> None:
         self.rules: dict[Cause, BanRule] = {**DEFAULT_RULES, **(rules or {})}
         self.forget_after_s = forget_after_s
+        self.when_all_banned = when_all_banned
         self._records: dict[str, _Record] = {}
+
+    def take_over(self, other: BanList) -> None:
+        """What another list knows of peers counts here from now on."""
+        self._records = {**other._records, **self._records}
 
     def report(self, now: float, peer: str, cause: Cause) -> Ban | None:
         """A call to the peer failed. Returns the ban that this begins or lengthens, None when it changes nothing."""

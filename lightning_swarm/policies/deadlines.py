@@ -14,6 +14,8 @@ from statistics import median
 
 __all__ = ["Deadlines"]
 
+_LONGEST_BACKOFF = 64.0
+
 
 @dataclass(slots=True)
 class _History:
@@ -83,7 +85,18 @@ class Deadlines:
     def timed_out(self, peer: str, stage: int, call: str) -> None:
         """Record that a deadline passed: the peer's next one is twice as long."""
         history = self._history(peer, stage, call)
-        history.backoff = min(history.backoff * 2.0, 64.0)
+        history.backoff = min(history.backoff * 2.0, _LONGEST_BACKOFF)
+
+    def extend(self, peer: str, stage: int, call: str) -> bool:
+        """A deadline passed, but there is nobody else to ask.
+
+        Returns:
+            Whether the peer's next one is longer, which it is until it is 64 times the usual one.
+        """
+        history = self._history(peer, stage, call)
+        extensible = history.backoff < _LONGEST_BACKOFF
+        self.timed_out(peer, stage, call)
+        return extensible
 
     def deadline_s(self, peer: str, stage: int, call: str, *, ahead: int = 0) -> float:
         """Seconds to wait for the call's reply.

@@ -55,6 +55,8 @@ class Assignment(Message):
     reduce_codec: str
     """How parameters' gradients travel in reductions."""
     reproducible: bool
+    outbox_bytes: int | None = None
+    """What the worker's outbox may hold besides what is awaited; ``None``: as much as comes."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ class Task(Message):
     deadline_s: float
     allow_nan: bool = False
     """Whether NaN from another worker is to be taken as it is: others have found the same."""
+    gradient_wanted: bool = True
+    """Whether the stage in front waits for its gradient; it does not where it has accumulated the microbatch."""
+    remake: Literal["activation", "gradient"] | None = None
+    """Only make this output again, which was evicted, and accumulate nothing."""
 
     @property
     def training(self) -> bool:
@@ -328,6 +334,10 @@ class WorkerStats(Message):
     bytes_sent: int
     bytes_received: int
     outbox_bytes: int
+    outbox_peak_bytes: int
+    """The most that there ever were of activations and gradients."""
+    evicted: int
+    """Entries that its outbox had no room for."""
     busy_s: float
     """For which its compute thread computed since it came."""
     queue_s: float

@@ -58,6 +58,10 @@ class Dropped(SwarmError):
     """What was asked for was let go of, because its step is over; it will not come any more."""
 
 
+class Evicted(SwarmError):
+    """What was asked for was let go of to save memory; the peer can make it again from its own sources."""
+
+
 class NodeClosed(SwarmError):
     """This peer's own node was closed, or its libp2p daemon ended."""
 
@@ -94,7 +98,7 @@ class RemoteError(SwarmError):
 
 
 _CROSSING: dict[str, type[SwarmError]] = {
-    kind.__name__: kind for kind in (PeerBusy, PeerStale, CallerError, DeadlineExceeded, Dropped, NodeClosed)
+    kind.__name__: kind for kind in (PeerBusy, PeerStale, CallerError, DeadlineExceeded, Dropped, Evicted, NodeClosed)
 }
 
 

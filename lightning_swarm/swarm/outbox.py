@@ -4,6 +4,10 @@ A producer puts tensors under a key such as ``(step, microbatch, "activation")``
 here. A fetch for what is not there yet waits, so data leaves at the moment it exists. Entries stay until their step is
 dropped, because a neighbour that dies and is replaced needs them again; dropping also fails those who still wait.
 
+With a bound on its bytes, an outbox evicts entries that can be made again, the oldest first, but only those whose
+consumer has them already: what is still awaited stays whatever the bound, or the consumer would wait for ever. A fetch
+for an evicted entry fails at once with :class:`~lightning_swarm.swarm.errors.Evicted`, until it is put again.
+
 Threads: `Outbox.put`, `Outbox.drop` and the counters may be used from any thread, `Outbox.get` on an event loop.
 """
 
@@ -21,7 +25,7 @@ from typing import (
 
 from torch import Tensor
 
-from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, Dropped
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, Dropped, Evicted
 from lightning_swarm.swarm.messages import Message
 
 if TYPE_CHECKING:
@@ -58,15 +62,39 @@ class Entry:
 class Outbox:
     """A store of entries to fetch.
 
+    Args:
+        limit_bytes: What it may hold of entries that can be made again, besides those that are still awaited; ``None``:
+            as much as comes.
+
     Attributes:
+        limit_bytes: As given; what is over a new one is evicted with the next entry.
         bytes: Bytes of all tensors that are kept now.
         peak_bytes: The most that there ever were.
+        evictable_bytes: Bytes of those entries among them that can be made again.
+        evictable_peak_bytes: The most that there ever were of these.
+        evictions: How many entries were evicted.
+
+    Example:
+        >>> outbox = Outbox(limit_bytes=0)
+        >>> outbox.put("0:0/a1", [Tensor([1.0])], evictable=True)
+        >>> outbox.bytes
+        4
+        >>> outbox.release("0:0/a1")
+        >>> outbox.bytes
+        0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
         self.bytes = 0
         self.peak_bytes = 0
+        self.evictable_bytes = 0
+        self.evictable_peak_bytes = 0
+        self.evictions = 0
         self._entries: dict[Key, Entry] = {}
+        self._evictable: set[Key] = set()
+        self._released: set[Key] = set()
+        self._evicted: set[Key] = set()
         self._waiters: dict[Key, list[_Waiter]] = defaultdict(list)
         self._lock = threading.Lock()
 
@@ -92,16 +120,58 @@ class Outbox:
         key: Key,
         tensors: Sequence[Tensor] = (),
         header: Mapping[str, Any] | None = None,
+        *,
+        evictable: bool = False,
     ) -> None:
-        """Makes an entry, in place of one that may be there, and wakes those who wait for it."""
+        """Makes an entry, in place of one that may be there, and wakes those who wait for it.
+
+        Args:
+            key: Its key.
+            tensors: See :class:`Entry`.
+            header: See :class:`Entry`.
+            evictable: Whether it can be made again, so that it need not be kept once it was fetched.
+        """
         entry = Entry(tuple(tensor.detach() for tensor in tensors), header or {}, put_s=time.monotonic())
         with self._lock:
-            replaced = self._entries.pop(key, None)
+            self._remove(key)
+            self._evicted.discard(key)
             self._entries[key] = entry
-            self.bytes += entry.bytes - (replaced.bytes if replaced is not None else 0)
+            self.bytes += entry.bytes
+            if evictable:
+                self._evictable.add(key)
+                self.evictable_bytes += entry.bytes
+                self._evict()
+                self.evictable_peak_bytes = max(self.evictable_peak_bytes, self.evictable_bytes)
             self.peak_bytes = max(self.peak_bytes, self.bytes)
             waiters = self._waiters.pop(key, [])
         _settle(waiters, lambda future: future.set_result(entry))
+
+    def release(self, key: Key) -> None:
+        """Nobody waits for an entry any more: it may be evicted, if it is there and can be made again."""
+        with self._lock:
+            if key in self._evictable and key in self._entries:
+                self._released.add(key)
+                self._evict()
+
+    def _evict(self) -> None:
+        if self.limit_bytes is None or self.evictable_bytes <= self.limit_bytes:
+            return
+        for key in [key for key in self._entries if key in self._released]:
+            self._remove(key)
+            self._evicted.add(key)
+            self.evictions += 1
+            if self.evictable_bytes <= self.limit_bytes:
+                return
+
+    def _remove(self, key: Key) -> int:
+        entry = self._entries.pop(key, None)
+        freed = entry.bytes if entry is not None else 0
+        self.bytes -= freed
+        if key in self._evictable:
+            self.evictable_bytes -= freed
+        self._evictable.discard(key)
+        self._released.discard(key)
+        return freed
 
     async def get(self, key: Key, timeout_s: float | None = None) -> Entry:
         """The entry, as soon as there is one.
@@ -113,11 +183,14 @@ class Outbox:
         Raises:
             DeadlineExceeded: When it has not come by then.
             Dropped: When it was dropped meanwhile.
+            Evicted: When it was there, and was let go of.
         """
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
                 return entry
+            if key in self._evicted:
+                raise Evicted(f"{key!r} was fetched before and has been evicted.")
             loop = asyncio.get_running_loop()
             future: asyncio.Future[Entry] = loop.create_future()
             self._waiters[key].append((loop, future))
@@ -139,8 +212,8 @@ class Outbox:
             How many bytes of tensors that were.
         """
         with self._lock:
-            freed = sum(self._entries.pop(key).bytes for key in [key for key in self._entries if predicate(key)])
-            self.bytes -= freed
+            freed = sum(self._remove(key) for key in [key for key in self._entries if predicate(key)])
+            self._evicted = {key for key in self._evicted if not predicate(key)}
             given_up = {key: self._waiters.pop(key) for key in [key for key in self._waiters if predicate(key)]}
         for key, waiters in given_up.items():
             _settle(waiters, functools.partial(_fail, Dropped(f"{key!r} was dropped.")))
@@ -157,6 +230,7 @@ class Outbox:
         request = FetchRequest.from_dict(header)
         started = time.perf_counter()
         entry = await self.get(request.key)
+        self.release(request.key)
         answer = {**entry.header, _WAITED: time.perf_counter() - started}
         if request.leaves is None:
             return answer, entry.tensors
@@ -193,7 +267,8 @@ async def fetch(
         codec: How floating-point tensors travel.
 
     Raises:
-        Dropped: The peer has dropped it. See `Node.call` for all others.
+        Dropped: The peer has dropped it.
+        Evicted: The peer has let go of it, and can make it again. See `Node.call` for all others.
     """
     request = FetchRequest(key, None if leaves is None else tuple(leaves))
     header, tensors = await node.call(peer, "fetch", request.to_dict(), deadline_s=deadline_s, codec=codec)

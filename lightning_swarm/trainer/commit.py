@@ -292,7 +292,7 @@ class StepEnd:
             if what == "reduce":
                 await check_links(self._node, self._roster, peer, status, patience_s)
             patience_s = max(patience_s, self._roster.deadline_s(peer, stage, what))
-            if status.computing_s > patience_s:
+            if status.computing_s > patience_s and not self._roster.waits_for(peer, stage, what):
                 raise DeadlineExceeded(f"{peer} has computed for {status.computing_s:.1f} s in {what}.", peer)
 
         answers = await asyncio.gather(*(ask(*item) for item in silent.items()), return_exceptions=True)

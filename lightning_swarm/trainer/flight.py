@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -75,7 +75,9 @@ class Flight:
         """Whether all stages have."""
         return all(self.done(stage) for stage in range(len(self.hops)))
 
-    def task(self, stage: int, deadline_s: float, allow_nan: bool) -> tuple[Task, list[Tensor]]:
+    def task(
+        self, stage: int, deadline_s: float, allow_nan: bool, remake: Literal["activation", "gradient"] | None = None
+    ) -> tuple[Task, list[Tensor]]:
         """The task for one stage, as the route stands, and the leaves of the batch whose data the stage needs."""
         job, last = self.job, len(self.hops) - 1
         needed = {id(self._leaves[position]) for position in job.signature.batch_leaves[stage]}
@@ -104,5 +106,7 @@ class Flight:
             signature=None if job.signature_is_planned else job.signature.to_dict(),
             deadline_s=deadline_s,
             allow_nan=allow_nan or self.allow_nan,
+            gradient_wanted=stage > 0 and not self.done(stage - 1),
+            remake=remake,
         )
         return task, tensors

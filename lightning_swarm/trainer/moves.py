@@ -40,7 +40,8 @@ class Moves:
         roster: Who serves what.
         pipeline: Gives workers up.
         boundary: Held while the members of the reductions must not change.
-        assignment: What a worker of a stage has to know; ``None`` while nobody has the stage's state.
+        assignment: What a worker of a stage, with so many bytes of memory, has to know; ``None`` while nobody has the
+            stage's state.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Moves:
         roster: Roster,
         pipeline: Pipeline,
         boundary: asyncio.Lock,
-        assignment: Callable[[int], Assignment | None],
+        assignment: Callable[[int, int], Assignment | None],
     ) -> None:
         self._node = node
         self.roster = roster
@@ -87,7 +88,7 @@ class Moves:
                 # Nothing gets through the pipeline, so there will be no next step to switch at.
                 self.roster.abandon(move.target)
                 return True
-            assignment = self._assignment(move.target)
+            assignment = self._assignment(move.target, worker.memory_bytes)
             if assignment is None:
                 return False
             request = MoveRequest(

@@ -22,6 +22,7 @@ from lightning_swarm.trainer.session import Session
 T = TypeVar("T")
 
 _ANNOUNCE_EVERY_S = 10.0
+ANNOUNCED_FOR_S = 3 * _ANNOUNCE_EVERY_S
 _WAIT_S = 5.0
 
 Reply = tuple[dict[str, Any], Sequence[Tensor]]
@@ -49,14 +50,14 @@ class TrainerPeer:
         calls = ["trainer", "join", "ready", "prepared", "leave", "ping", "state", "next", "report"]
         self._switchboard = Switchboard(node, calls)
         self._plug()
-        node.run(node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S))
+        node.run(node.directory.announce("trainer", self._record, ANNOUNCED_FOR_S))
         node.spawn(self._announce(), "announcing the trainer")
         node.spawn(self._watch(), "watching the workers' announcements")
 
     async def _announce(self) -> None:
         while True:
             await asyncio.sleep(_ANNOUNCE_EVERY_S)
-            await self.node.directory.announce("trainer", self._record, 3 * _ANNOUNCE_EVERY_S)
+            await self.node.directory.announce("trainer", self._record, ANNOUNCED_FOR_S)
 
     async def _watch(self) -> None:
         """Keep the session informed of who is in the DHT; what is malformed there is counted and ignored."""

@@ -4,8 +4,8 @@ Each microbatch gets a route and, for every stage at once, a *hop*: a coroutine 
 route's worker and waits for the reply. The data moves between the workers by itself. When a hop's worker fails, the
 hop chooses another one and tells its neighbours, whose tasks are sent again with the new source; a worker that had
 finished its part already keeps it. When a worker is given up, what it had accumulated in this step is repeated the
-same way, at its stage
-alone: the neighbours' outboxes still hold the activations and gradients.
+same way, at its stage alone: the neighbours' outboxes still hold the activations and gradients, or their producers make
+them again (their *lineage*: a stage's output follows from its input and its seed, in the end from the batch).
 
 Whose fault a silence is, the worker itself is asked (``probe``): one that waits for a neighbour is well, one that
 computes far beyond its usual time or does not answer at all is given up.
@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from lightning_swarm.policies.banning import Cause, link
 from lightning_swarm.swarm.calls import ProbeReply, ProbeRequest
 from lightning_swarm.swarm.errors import (
     DeadlineExceeded,
+    Evicted,
     NodeClosed,
     NotFinite,
     PeerBusy,
@@ -36,7 +37,7 @@ from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.tree import decode_tree
 from lightning_swarm.trainer.flight import Flight
 from lightning_swarm.trainer.ledger import Ledger
-from lightning_swarm.trainer.roster import Roster
+from lightning_swarm.trainer.roster import Roster, Worker
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ class Pipeline:
 
     async def _hop(self, flight: Flight, stage: int) -> None:
         """One stage of one microbatch, until a worker has done it."""
+        retried = False
         for attempt in range(_MOST_ATTEMPTS):
             worker = flight.route[stage]
             membership = self._roster.workers.get(worker)
@@ -154,6 +156,10 @@ class Pipeline:
                 await self._reroute(flight, stage, excluding=worker)
                 continue
             flight.rerouted[stage].clear()
+            if retried:
+                log.info("Microbatch %s is sent again to worker %s of stage %d", flight.name, worker[-6:], stage)
+                self._roster.tally.count("retried", stage, worker)
+            retried = True
             try:
                 header, tensors = await self._process(flight, stage, worker)
                 if self._roster.workers.get(worker) is not membership:
@@ -162,17 +168,13 @@ class Pipeline:
             except _Rerouted:
                 continue
             except SourceFailed as error:
+                retried = error.cause != Evicted.__name__
                 await self._blame_source(flight, stage, worker, error)
                 continue
             except tuple(_CAUSES) as error:
                 if isinstance(error, NodeClosed) and error.peer is None:
                     raise
-                log.debug("Microbatch %s: %s failed at stage %d: %s", flight.name, worker[-6:], stage, error)
-                if self._roster.workers.get(worker) is membership:
-                    # Else it has left, was given up, or has joined again, perhaps elsewhere: nobody's fault any more.
-                    self._roster.failed(worker, stage, _CAUSES[type(error)], str(error))
-                    if not isinstance(error, PeerBusy):
-                        self.lose(worker)
+                self._blame(flight, stage, membership, error)
                 if flight.route[stage] == worker:
                     await self._reroute(flight, stage, excluding=worker)
                 await asyncio.sleep(min(0.05 * attempt, 1.0))
@@ -181,6 +183,10 @@ class Pipeline:
             self._roster.completed(worker, stage, float(header["compute_s"]), int(header["held_bytes"]))
             for source, seconds in header["transfers"].items():
                 self._roster.transferred(source, worker, float(seconds))
+            self._roster.tally.count("processed", stage, worker)
+            if header["duplicate"]:
+                self._roster.tally.count("duplicate", stage, worker)
+            self._roster.tally.done(flight.name, stage)
             if flight.job.training:
                 self.ledger.record(flight.name, stage, worker)
                 self._tell_stages_done(stage)
@@ -188,13 +194,56 @@ class Pipeline:
             return
         raise SwarmError(f"Microbatch {flight.name} failed {_MOST_ATTEMPTS} times at stage {stage}; giving up.")
 
+    async def _remake(self, flight: Flight, stage: int, output: Literal["activation", "gradient"]) -> None:
+        """Have a worker make again what its outbox has evicted; whose sources were evicted, too, comes back here.
+
+        When this returns, whoever needs it asks again: the worker may have been replaced instead.
+        """
+        for _ in range(_MOST_ATTEMPTS):
+            worker = flight.route[stage]
+            membership = self._roster.workers.get(worker)
+            if membership is None:
+                return
+            flight.rerouted[stage].clear()
+            try:
+                await self._process(flight, stage, worker, output)
+            except _Rerouted:
+                continue
+            except SourceFailed as error:
+                await self._blame_source(flight, stage, worker, error)
+                continue
+            except PeerBusy:
+                self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
+                await asyncio.sleep(_BUSY_S)
+                continue
+            except tuple(_CAUSES) as error:
+                if isinstance(error, NodeClosed) and error.peer is None:
+                    raise
+                self._blame(flight, stage, membership, error)
+                return
+            log.info("Worker %s has made the %s of %s at stage %d again", worker[-6:], output, flight.name, stage)
+            self._roster.tally.count("replayed", stage, worker)
+            return
+        raise SwarmError(f"The {output} of microbatch {flight.name} at stage {stage} could not be made again.")
+
+    def _blame(self, flight: Flight, stage: int, worker: Worker, error: SwarmError) -> None:
+        """A call to a worker failed through its own fault."""
+        log.debug("Microbatch %s: %s failed at stage %d: %s", flight.name, worker.peer[-6:], stage, error)
+        if self._roster.workers.get(worker.peer) is worker:
+            # Else it has left, was given up, or has joined again, perhaps elsewhere: nobody's fault any more.
+            self._roster.failed(worker.peer, stage, _CAUSES[type(error)], str(error))
+            if not isinstance(error, PeerBusy):
+                self.lose(worker.peer)
+
     def _tell_stages_done(self, stage: int) -> None:
         if self._stages_done is not None and self.ledger.count(stage) == self._total:
             self._stages_done([s for s in range(self.ledger.stages) if self.ledger.count(s) == self._total])
 
-    async def _process(self, flight: Flight, stage: int, worker: str) -> tuple[dict[str, Any], list[Tensor]]:
+    async def _process(
+        self, flight: Flight, stage: int, worker: str, remake: Literal["activation", "gradient"] | None = None
+    ) -> tuple[dict[str, Any], list[Tensor]]:
         """Call ``process``; probe the worker when it takes long; stop when a neighbour was replaced."""
-        task, tensors = flight.task(stage, _SOURCE_DEADLINE_S, self._allow_nan)
+        task, tensors = flight.task(stage, _SOURCE_DEADLINE_S, self._allow_nan, remake)
         call = asyncio.ensure_future(
             self._node.call(worker, "process", task.to_dict(), tensors, deadline_s=_SOURCE_DEADLINE_S)
         )
@@ -222,7 +271,7 @@ class Pipeline:
             SourceFailed: It waits for what another worker has offered for long.
         """
         status = await probe(self._node, worker, ProbeRequest(microbatch))
-        if status.computing_s > patience_s:
+        if status.computing_s > patience_s and not self._roster.waits_for(worker, stage):
             raise DeadlineExceeded(
                 f"{worker} has computed for {status.computing_s:.1f} s, its usual time allows {patience_s:.1f} s",
                 worker,
@@ -236,6 +285,9 @@ class Pipeline:
         )
         if neighbour is None or error.peer is None:
             return  # Replaced meanwhile: the task is sent again with the new source.
+        if error.cause == Evicted.__name__:
+            await self._remake(flight, neighbour, "activation" if neighbour < stage else "gradient")
+            return
         log.debug("Microbatch %s: %s cannot reach %s: %s", flight.name, worker[-6:], error.peer[-6:], error)
         if error.cause == PeerBusy.__name__:
             self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
@@ -254,6 +306,10 @@ class Pipeline:
             reachable = False
         if reachable:
             self._roster.ban_link(link(error.peer, worker))
+            if flight.done(stage):
+                # It was to make something again, and what it has accumulated must not be accumulated elsewhere, too.
+                self.lose(worker)
+                return
             self._roster.withdraw(worker, stage)
             await self._reroute(flight, stage, excluding=worker)
         else:
@@ -302,7 +358,13 @@ class Pipeline:
 
     async def _reroute(self, flight: Flight, stage: int, excluding: str) -> None:
         """Another worker for one hop; its neighbours are told."""
-        chosen = await self._roster.pick(stage, excluding=excluding)
+        last = len(flight.route) - 1
+        chosen = await self._roster.pick(
+            stage,
+            excluding,
+            previous=flight.route[stage - 1] if stage > 0 else None,
+            following=flight.route[stage + 1] if stage < last else None,
+        )
         if flight.route[stage] != excluding:
             self._roster.withdraw(chosen, stage)
             return
@@ -310,7 +372,7 @@ class Pipeline:
         if flight.done(stage):
             self._drive(flight, stage)
         for concerned in (stage - 1, stage, stage + 1):
-            if 0 <= concerned < len(flight.route) and not flight.done(concerned):
+            if 0 <= concerned < len(flight.route):
                 flight.rerouted[concerned].set()
 
     def lose(self, worker: str) -> None:
@@ -322,12 +384,23 @@ class Pipeline:
         for microbatch, stage in lost:
             if microbatch in self._flying:
                 self._drive(self._flying[microbatch], stage)
+        missing = []
         for flight in self._flying.values():
             for stage, chosen in enumerate(flight.route):
-                if chosen == worker and not flight.done(stage):
+                if chosen == worker:
                     flight.rerouted[stage].set()
-        if lost:
-            self._roster.counters["lost microbatches"] += len(lost)
+                    if not flight.done(stage):
+                        missing.append((flight.name, stage))
+        for _, stage in lost:
+            self._roster.tally.count("lost", stage, worker)
+        if missing:
+            log.info(
+                "%d microbatches that worker %s had accumulated and %d that it was at are given to others",
+                len(lost),
+                worker[-6:],
+                len(missing) - len(lost),
+            )
+        self._roster.tally.missing(missing)
 
     async def repair(self) -> None:
         """Wait until every microbatch of the step is accumulated again at every stage."""

@@ -5,10 +5,11 @@ what they decide. Everything here runs on the node's event loop.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,12 @@ from lightning_swarm.policies.deadlines import Deadlines
 from lightning_swarm.policies.routing import LinkCosts, StageEmpty, StochasticWiring
 from lightning_swarm.policies.utilization import ServiceTime
 from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.trainer.tally import Tally
 
 log = logging.getLogger(__name__)
+
+OUTBOX_SHARE = 0.25
+"""What a worker's outbox may take of the memory that its stage leaves; the rest is for microbatches under way."""
 
 
 @dataclass
@@ -64,24 +69,27 @@ class Roster:
 
     Args:
         stages: How many stages the plan has.
-        counters: Where events are counted.
+        tally: Where events are counted.
         startup_timeout_s: How long a stage may stay without any worker.
         check: Called while waiting; raises what makes waiting pointless (a local worker that died at its start).
         replaceable: Whether somebody besides a stage's workers has its current state.
         state_bytes: What a stage's state takes of a worker's memory.
+        bans: Whom to leave alone.
     """
 
     def __init__(
         self,
         stages: int,
-        counters: Counter[str],
+        tally: Tally,
         startup_timeout_s: float,
         check: Callable[[], None],
         replaceable: Callable[[], bool],
         state_bytes: Callable[[int], int],
+        bans: BanList | None = None,
     ) -> None:
         self.stages = stages
-        self.counters = counters
+        self.tally = tally
+        self.counters = tally.counters
         self._replaceable = replaceable
         self.state_bytes = state_bytes
         self.workers: dict[str, Worker] = {}
@@ -89,7 +97,8 @@ class Roster:
         self._check = check
         self._links = LinkCosts(microbatch_bytes=0.0)
         self._wiring = StochasticWiring(stages, edge_cost=self._links)
-        self._bans = BanList()
+        self.bans = bans or BanList()
+        self._cut_links: set[str] = set()
         self._deadlines = Deadlines()
         self._downloads = ServiceTime()
         self._abandoned: set[int] = set()
@@ -101,7 +110,7 @@ class Roster:
         """A worker was assigned a stage and fetches its state; it has so much memory (0: enough)."""
         self.remove(peer)
         self.workers[peer] = Worker(peer, stage, device, local_index, memory_bytes)
-        self.counters["joins"] += 1
+        self.tally.count("joins", stage, peer)
         return self.workers[peer]
 
     def admit(self, peer: str) -> None:
@@ -112,7 +121,9 @@ class Roster:
             if not worker.prepared:
                 self.downloaded(time.monotonic() - worker.joined_s)
             worker.prepared = False
-            self._bans.announced(peer, time.monotonic(), restarted=True)
+            # It may be the same process, which joins again because it was given up: that refutes that it cannot be
+            # reached, not that it hangs or sends what is wrong.
+            self.bans.announced(peer, time.monotonic())
             self._wiring.add(worker.stage, peer)
             self._notify()
 
@@ -134,7 +145,7 @@ class Roster:
             self._wiring.remove(peer)
             self._deadlines.forget(peer)
             self._links.forget(peer)
-            self.counters["leaves"] += 1
+            self.tally.count("leaves", worker.stage, peer)
             log.info("Worker %s of stage %d (%s) is out", peer[-6:], worker.stage, worker.device)
             self._notify()
 
@@ -199,28 +210,70 @@ class Roster:
     async def route(self) -> tuple[str, ...]:
         """One ready worker a stage for a new microbatch; waits while a stage has none."""
         while True:
+            await self._await_release(range(self.stages))
+            self._reopen_links()
             try:
                 route = self._wiring.route(time.monotonic(), self._banned())
             except StageEmpty:
                 await self.wait_for_all_stages()
                 continue
             for peer in route:
-                self._bans.dispatched(time.monotonic(), peer)
+                self.bans.dispatched(time.monotonic(), peer)
             return route
 
-    async def pick(self, stage: int, excluding: str) -> str:
-        """Another worker of a stage, the excluded one only if there is no other; waits while there is none."""
+    async def pick(self, stage: int, excluding: str, previous: str | None = None, following: str | None = None) -> str:
+        """Another worker of a stage, the excluded one only if there is no other; waits while there is none.
+
+        Args:
+            stage: Which.
+            excluding: Who failed.
+            previous: The worker in front, to which it should have a link.
+            following: The worker behind.
+        """
         while True:
+            await self._await_release([stage])
+            self._reopen_links()
             try:
-                chosen = self._wiring.pick(stage, time.monotonic(), banned=self._banned() | {excluding})
+                chosen = self._wiring.pick(
+                    stage,
+                    time.monotonic(),
+                    banned=self._banned() | {excluding},
+                    previous=previous,
+                    following=following,
+                )
             except StageEmpty:
                 await self.wait_for_all_stages()
                 continue
-            self._bans.dispatched(time.monotonic(), chosen)
+            self.bans.dispatched(time.monotonic(), chosen)
             return chosen
 
+    async def _await_release(self, stages: Iterable[int]) -> None:
+        """Where all of a stage are banned and their bans count all the same: until the first of them is free."""
+        while self.bans.when_all_banned == "wait":
+            now = time.monotonic()
+            ends = [
+                self.bans.next_release_s(now, [w.peer for w in at_stage])
+                for stage in stages
+                if (at_stage := self.at_stage(stage))
+            ]
+            latest_s = max((end for end in ends if end is not None), default=None)
+            if latest_s is None:
+                return
+            self._check()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(latest_s - now, 1.0))
+
+    def _reopen_links(self) -> None:
+        """Dead links whose ban is over may be tried again; each time they fail their ban is longer."""
+        now = time.monotonic()
+        for name in [name for name in self._cut_links if not self.bans.is_banned(now, name)]:
+            self._cut_links.discard(name)
+            source, _, target = name.partition(">")
+            log.info("The link from %s to %s is tried again", source[-6:], target[-6:])
+            self._links.restore(source, target)
+
     def _banned(self) -> frozenset[str]:
-        return self._bans.banned(time.monotonic())
+        return self.bans.banned(time.monotonic())
 
     def in_flight_target(self) -> int:
         """How many microbatches under way keep all workers busy."""
@@ -233,6 +286,19 @@ class Roster:
         """How long a call may take a worker before it is asked what it does."""
         ahead = self._wiring.outstanding(peer) if call == "process" else 0
         return self._deadlines.deadline_s(peer, stage, call, ahead=ahead)
+
+    def waits_for(self, peer: str, stage: int, call: str = "process") -> bool:
+        """Whether to go on waiting for a worker that computes for longer than its usual time allows.
+
+        Nobody else can do the work of a stage's only worker: it may have become slow, and is given up to 64 times the
+        usual time.
+        """
+        if any(worker.peer != peer for worker in self.at_stage(stage)):
+            return False
+        waits = self._deadlines.extend(peer, stage, call)
+        if waits:
+            log.warning("Worker %s computes for long, but nobody else serves stage %d: it gets time", peer[-6:], stage)
+        return waits
 
     def service_s(self, peer: str) -> float | None:
         """Measured seconds that a worker computes for a microbatch."""
@@ -257,13 +323,15 @@ class Roster:
         now = time.monotonic()
         self._wiring.complete(stage, peer, compute_s, now=now)
         self._deadlines.completed(peer, stage, "process", compute_s)
-        self._bans.succeeded(now, peer)
+        self.bans.succeeded(now, peer)
         worker = self.workers.get(peer)
         if worker is not None:
             worker.processed += 1
             worker.compute_s += compute_s
             if worker.memory_bytes and held_bytes:
                 free_bytes = worker.memory_bytes - self.state_bytes(worker.stage)
+                if worker.device.startswith("cpu"):
+                    free_bytes = int((1 - OUTBOX_SHARE) * free_bytes)
                 self._wiring.limit(peer, max(1, free_bytes // held_bytes))
 
     def transferred(self, source: str, target: str, seconds: float) -> None:
@@ -292,10 +360,10 @@ class Roster:
     def ban(self, peer: str, stage: int, cause: Cause, why: str) -> None:
         """Leave a worker alone for a while, whether or not it is in the swarm now."""
         now = time.monotonic()
-        ban = self._bans.report(now, peer, cause)
+        ban = self.bans.report(now, peer, cause)
         self.counters[f"failed: {cause.value}"] += 1
         if ban is not None:
-            self.counters["bans"] += 1
+            self.tally.banned(peer, stage, cause.value, ban.until_s - now)
             log.warning(
                 "Worker %s of stage %d is banned for %.0f s: %s (%s)",
                 peer[-6:],
@@ -312,9 +380,13 @@ class Roster:
     def ban_link(self, name: str) -> None:
         """Two workers cannot reach each other, though the trainer reaches both."""
         self.counters["links banned"] += 1
-        self._bans.report(time.monotonic(), name, Cause.LINK)
+        now = time.monotonic()
+        ban = self.bans.report(now, name, Cause.LINK)
         source, _, target = name.partition(">")
+        if ban is not None:
+            log.warning("The link from %s to %s is left for %.0f s", source[-6:], target[-6:], ban.until_s - now)
         self._links.cut(source, target)
+        self._cut_links.add(name)
 
     def report(self) -> list[dict[str, Any]]:
         """One row a worker."""

@@ -11,13 +11,13 @@ import asyncio
 import concurrent.futures
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from lightning_swarm.policies.banning import BanList
 from lightning_swarm.policies.rebalancing import RebalancingPolicy
 from lightning_swarm.slicing.plan import Plan, StepSignature
 from lightning_swarm.slicing.seeds import replay_seed
@@ -46,7 +46,8 @@ from lightning_swarm.trainer.pipeline import Pipeline
 from lightning_swarm.trainer.position import StepRecord, pack_effects
 from lightning_swarm.trainer.recovery import Kept
 from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
-from lightning_swarm.trainer.roster import Roster, StageLost
+from lightning_swarm.trainer.roster import OUTBOX_SHARE, Roster, StageLost
+from lightning_swarm.trainer.tally import Tally
 from lightning_swarm.worker.state import StageState
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Settings:
     reduce_codec: str
     reproducible: bool
     run_seed: int
+    outbox_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ class Session:
         """Where Lightning stood at the beginning of the step under way."""
         self._effects: list[bytes] = []
         """What the step's batches gave, if the position is known."""
-        self.counters: Counter[str] = Counter()
+        self._bans = BanList()
+        self.tally = Tally()
+        self.counters = self.tally.counters
         self.in_directory: dict[str, WorkerRecord] = {}
         self._samples = 0
         self._began_s = time.monotonic()
@@ -200,7 +204,7 @@ class Session:
             keeps = stage is not None
             if stage is None:
                 stage = self.roster.neediest_stage(self._stages_that_fit(caller, request.memory_bytes))
-            assignment = self._assignment(stage)
+            assignment = self._assignment(stage, request.memory_bytes)
             if assignment is None:
                 return JoinReply("wait").to_dict(), []
             if keeps:
@@ -217,8 +221,10 @@ class Session:
             return None
         return kept.stages.pop(worker, None)
 
-    def _assignment(self, stage: int) -> Assignment | None:
-        """What a worker of this stage has to know; ``None`` while nobody could give it the stage's state."""
+    def _assignment(self, stage: int, memory_bytes: int) -> Assignment | None:
+        """What a worker of this stage, with so much memory, has to know; ``None`` while nobody could give it the state
+        of the stage.
+        """
         assert self.plan is not None and self.roster is not None
         donors = [worker.peer for worker in self.roster.at_stage(stage)]
         if self.origin.version == self.step:
@@ -235,7 +241,14 @@ class Session:
             codec=self._settings.codec,
             reduce_codec=self._settings.reduce_codec,
             reproducible=self._settings.reproducible,
+            outbox_bytes=self._outbox_bytes(stage, memory_bytes),
         )
+
+    def _outbox_bytes(self, stage: int, memory_bytes: int) -> int | None:
+        """What a worker with so much memory (0: it does not say) may keep for its neighbours."""
+        if self._settings.outbox_bytes is not None or not memory_bytes:
+            return self._settings.outbox_bytes
+        return max(0, int(OUTBOX_SHARE * (memory_bytes - self._state_bytes(stage))))
 
     def _stages_that_fit(self, worker: str, memory_bytes: int) -> list[int]:
         """The stages that a worker's memory can hold.
@@ -316,11 +329,12 @@ class Session:
             self._step_end.close()
         self.roster = Roster(
             len(plan.stages),
-            self.counters,
+            self.tally,
             self._settings.startup_timeout_s,
             self._check,
             replaceable=lambda: self.origin.version == self.step,
             state_bytes=self._state_bytes,
+            bans=self._bans,
         )
         self.pipeline = Pipeline(self._node, self.roster, self._settings.in_flight)
         self._step_end = StepEnd(self._node, self.roster, self.pipeline, plan, self._identity.session)
@@ -387,6 +401,8 @@ class Session:
 
     async def _recover(self, lost: StageLost) -> None:
         """All stages go back to the trainer's copy of the model, and what was done since is done again."""
+        since_s = time.monotonic()
+        self.tally.spread_anew()
         while True:
             log.warning(
                 "%s Going back from step %d to step %d and doing the steps since then again.",
@@ -405,6 +421,7 @@ class Session:
                         await self._run(batch)
                     if step.ending is not None and step is not self._redo.steps[-1]:
                         await self._finish(step.ending)
+                self.tally.recovered(time.monotonic() - since_s)
                 return
             except StageLost as again:
                 lost = again
@@ -493,6 +510,13 @@ class Session:
     def _committed(self) -> None:
         self.step += 1
         self._count = self._evaluated = 0
+
+    async def banning(self, bans: BanList) -> None:
+        """From now on this list decides whom to leave alone, with what is known of the workers so far."""
+        bans.take_over(self._bans)
+        self._bans = bans
+        if self.roster is not None:
+            self.roster.bans = bans
 
     async def rebalance(self, policy: RebalancingPolicy) -> None:
         """From now on this policy decides which workers move between the stages, in place of an earlier one."""
@@ -591,7 +615,7 @@ class Session:
             self.counters["announcements ignored"] = malformed + impossible
 
     async def report(self) -> dict[str, Any]:
-        """What the swarm did so far: ``step``, ``elapsed_s``, ``samples``, ``counters`` and a row a worker."""
+        """What the swarm did so far; see ``SwarmStrategy.report``."""
         rows = self.roster.report() if self.roster is not None else []
         await asyncio.gather(*(self._add_stats(row) for row in rows))
         sent, received = self._node.traffic
@@ -600,6 +624,10 @@ class Session:
             "elapsed_s": time.monotonic() - self._began_s,
             "samples": self._samples,
             "counters": dict(self.counters),
+            "by_stage": self.tally.by_stage(len(self.plan.stages) if self.plan is not None else 0),
+            "by_worker": self.tally.by_worker(),
+            "bans": list(self.tally.bans),
+            "recoveries_s": list(self.tally.recoveries_s),
             "trainer": {"bytes_sent": sum(sent.values()), "bytes_received": sum(received.values())},
             "workers": rows,
         }

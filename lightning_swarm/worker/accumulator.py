@@ -75,6 +75,17 @@ class Accumulator:
             raise
         self.add(microbatch)
 
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Wraps the backward pass of a microbatch that is counted already, or elsewhere: its gradients are dropped."""
+        kept = [(parameter, parameter.grad) for parameter in self._parameters.values()]
+        self._clear_gradients()
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
     def add(self, microbatch: str) -> None:
         """Count one microbatch, right after its backward pass and before the next one's.
 

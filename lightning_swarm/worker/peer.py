@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "hold", "move", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
 _ANNOUNCE_EVERY_S = 10.0
+ANNOUNCED_FOR_S = 3 * _ANNOUNCE_EVERY_S
 
 Around = Callable[["WorkerPeer", str, str, dict[str, Any], list[Tensor], Handler], Awaitable[Reply]]
 """As :data:`~lightning_swarm.swarm.switchboard.Interceptor`, told whose call it is."""
@@ -100,7 +101,7 @@ class WorkerPeer:
                     addresses=tuple(self.node.maddrs),
                     versions=hosted.request.versions,
                 )
-                await self.node.directory.announce("worker", record, 3 * _ANNOUNCE_EVERY_S)
+                await self.node.directory.announce("worker", record, ANNOUNCED_FOR_S)
                 await asyncio.sleep(_ANNOUNCE_EVERY_S)
         finally:
             await self.node.directory.withdraw("worker")

@@ -118,6 +118,7 @@ class WorkerService:
         while it was incoming.
         """
         self.server, self.optimizer = server, optimizer
+        self.outbox.limit_bytes = server.assignment.outbox_bytes
         self._reduced, self._queued = {}, incoming.commits if incoming is not None else {}
         self._begun.set()
 
@@ -399,6 +400,8 @@ class WorkerService:
             bytes_sent=sum(sent.values()),
             bytes_received=sum(received.values()),
             outbox_bytes=self.outbox.bytes,
+            outbox_peak_bytes=self.outbox.evictable_peak_bytes,
+            evicted=self.outbox.evictions,
             busy_s=sum(self.executor.busy_s.values()),
             queue_s=self.executor.queue_s,
             downloads=self.downloads,

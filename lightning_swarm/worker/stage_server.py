@@ -7,18 +7,22 @@ gradient into the outbox. The last stage has no gradient to fetch and goes backw
 What makes a repeated task harmless: every microbatch has one :class:`_Progress`, and the closures that compute look
 into it first, on the compute thread, which runs one at a time. A task for a microbatch that is under way takes the
 place of the earlier one (its sources may be gone) and goes on where that one was.
+
+A task may also ask for one output alone, which the outbox has evicted: it is made again from its own sources, by the
+same computation, of which nothing counts: no gradient, no running buffer, no effect.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_swarm.slicing.ghost import buffer_entries, put
 from lightning_swarm.slicing.plan import Plan, StepSignature
 from lightning_swarm.slicing.stage import GhostLeaf, Stage, StageOutput
 from lightning_swarm.swarm.calls import Assignment, Context, Task
@@ -28,7 +32,7 @@ from lightning_swarm.swarm.tree import decode_tree, encode_tree
 from lightning_swarm.worker.accumulator import Accumulator
 from lightning_swarm.worker.checks import check_gradients, check_inputs, check_not_nan
 from lightning_swarm.worker.executor import Executor, Priority
-from lightning_swarm.worker.recorder import Recorder
+from lightning_swarm.worker.recorder import Recorded, Recorder
 from lightning_swarm.worker.saved import SavedBytes
 from lightning_swarm.worker.statistics import averaged_buffers, weighted_buffers
 
@@ -93,6 +97,8 @@ class StageServer:
         self._device = device
         self._recorder = Recorder(module, lambda: self.stage.active)
         self._progress: dict[str, _Progress] = {}
+        self._sources: dict[str, dict[str, list[Tensor]]] = {}
+        """Of outputs that are to be made again, by the output's key: what has been fetched for them so far."""
         self._signatures: dict[str, StepSignature] = dict(self.plan.signatures)
         self._evaluated_before = 0
         self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
@@ -125,14 +131,19 @@ class StageServer:
         if not task.training and task.first > self._evaluated_before:
             self._forget({f"{task.step}:e{order}" for order in range(self._evaluated_before, task.first)})
             self._evaluated_before = task.first
+        if task.remake is not None:
+            await self._remake(task, tensors)
+            return {}, []
         progress = self._progress.setdefault(task.microbatch, _Progress())
         if progress.runner is not None:
             progress.runner.cancel()
         progress.runner = asyncio.current_task()
+        duplicate = progress.reply is not None
         try:
             if progress.reply is None:
                 progress.reply = await self._advance(progress, task, tensors)
-            return progress.reply
+            header, reply_tensors = progress.reply
+            return {**header, "duplicate": duplicate}, reply_tensors
         finally:
             if progress.runner is asyncio.current_task():
                 progress.runner = None
@@ -143,11 +154,7 @@ class StageServer:
         self, progress: _Progress, task: Task, tensors: list[Tensor]
     ) -> tuple[dict[str, Any], list[Tensor]]:
         if progress.output is None:
-            inputs = []
-            if task.input_peer is not None:
-                key = f"{task.microbatch}/a{self.index}"
-                inputs = await self._wait(progress, task, task.input_peer, key)
-                check_inputs(inputs, self._signature(task).boundaries[self.index - 1].specs, task.input_peer)
+            inputs = await self._fetch_inputs(progress, task)
             await self._executor.do(
                 Priority.FORWARD, lambda: self._forward(progress, task, tensors, inputs), order=task.order
             )
@@ -167,6 +174,38 @@ class StageServer:
             "transfers": progress.transfers,
         }
         return reply, reply_tensors
+
+    async def _remake(self, task: Task, tensors: list[Tensor]) -> None:
+        """Put an output into the outbox again that it has evicted."""
+        activation = task.remake == "activation"
+        key = self._activation_key(task) if activation else self._gradient_key(task)
+        progress = self._progress.get(task.microbatch)
+        at_hand = progress.output.tensors if activation and progress is not None and progress.output is not None else []
+        if at_hand:  # The backward pass is still to come.
+            await self._executor.do(Priority.FORWARD, lambda: self._offer(key, at_hand), order=task.order)
+            return
+        # Kept over several tasks: a source that was made again for us is evicted as soon as we have fetched it.
+        sources = self._sources.setdefault(key, {})
+        fetching = _Progress()
+        if "inputs" not in sources:
+            sources["inputs"] = await self._fetch_inputs(fetching, task)
+        if not activation and not self.last and "gradients" not in sources:
+            assert task.gradient_peer is not None
+            gradient_key = f"{task.microbatch}/g{self.index + 1}"
+            sources["gradients"] = await self._wait(fetching, task, task.gradient_peer, gradient_key)
+        await self._executor.do(
+            Priority.FORWARD if activation else Priority.BACKWARD,
+            lambda: self._repeat(task, tensors, sources, key),
+            order=task.order,
+        )
+        self._sources.pop(key, None)
+
+    async def _fetch_inputs(self, progress: _Progress, task: Task) -> list[Tensor]:
+        if task.input_peer is None:
+            return []
+        inputs = await self._wait(progress, task, task.input_peer, f"{task.microbatch}/a{self.index}")
+        check_inputs(inputs, self._signature(task).boundaries[self.index - 1].specs, task.input_peer)
+        return inputs
 
     async def _fetch_gradients(self, progress: _Progress, task: Task) -> list[Tensor | None] | None:
         assert task.gradient_peer is not None and progress.output is not None
@@ -192,40 +231,19 @@ class StageServer:
         if progress.output is not None:
             return
         started = time.perf_counter()
-        signature = self._signature(task)
-        context = Context.from_dict(task.context)
-        self._mirror(context)
-        batch = decode_tree(
-            task.batch, tensors, restore=lambda spec: GhostLeaf(tuple(spec[0]), getattr(torch, spec[1]))
-        )
-        self._recorder.begin(context.attributes)
         unweighed = task.training and self._held_bytes is None
         saved = SavedBytes(self.stage.owned_parameters().values()) if unweighed else None
-        try:
-            with (
-                self._step_context(task.kind),
-                torch.set_grad_enabled(task.training),
-                saved or contextlib.nullcontext(),
-            ):
-                output = self.stage.run(
-                    task.kind,
-                    _to_device(batch, self._device),
-                    task.step_args,
-                    signature,
-                    [t.to(self._device, non_blocking=True) for t in inputs],
-                    task.seed,
-                )
-        finally:
-            effects = self._recorder.end()
+        with saved or contextlib.nullcontext():
+            output, effects = self._run(task, tensors, inputs)
         if saved is not None:
             self._held_bytes = saved.bytes
-        if signature.speaking[self.index]:
+        if self._signature(task).speaking[self.index]:
             progress.effects = asdict(effects)
+        progress.output = output
         if self.last:
             progress.effects["result"] = _to_host(output.result)
         else:
-            self.outbox.put(f"{task.microbatch}/a{self.index + 1}", [t.detach().cpu() for t in output.tensors])
-        progress.output = output
+            self._offer(self._activation_key(task), output.tensors)
         elapsed = time.perf_counter() - started
         self.forward_s += elapsed
         progress.compute_s += elapsed
@@ -234,28 +252,84 @@ class StageServer:
         if self.last and task.training:
             self._backward(progress, task, None)
 
+    def _run(self, task: Task, tensors: list[Tensor], inputs: list[Tensor]) -> tuple[StageOutput, Recorded]:
+        """The user's step, as far as this stage goes."""
+        context = Context.from_dict(task.context)
+        self._mirror(context)
+        batch = decode_tree(
+            task.batch, tensors, restore=lambda spec: GhostLeaf(tuple(spec[0]), getattr(torch, spec[1]))
+        )
+        self._recorder.begin(context.attributes)
+        try:
+            with self._step_context(task.kind), torch.set_grad_enabled(task.training):
+                output = self.stage.run(
+                    task.kind,
+                    _to_device(batch, self._device),
+                    task.step_args,
+                    self._signature(task),
+                    [t.to(self._device, non_blocking=True) for t in inputs],
+                    task.seed,
+                )
+        finally:
+            effects = self._recorder.end()
+        return output, effects
+
     def _backward(self, progress: _Progress, task: Task, gradients: list[Tensor | None] | None) -> None:
         """On the compute thread."""
         output = progress.output
         if progress.accumulated or output is None:
             return
         started = time.perf_counter()
-        input_gradients: list[Tensor | None] = [None] * len(output.inputs)
         with self.accumulator.counting(task.microbatch):
-            if gradients is not None:
-                input_gradients = output.backward([None if g is None else g.to(self._device) for g in gradients])
-            elif loss_of(output.result) is not None:
-                input_gradients = output.backward(task.scale)
+            input_gradients = self._differentiate(output, task, gradients)
         progress.accumulated = True
         if self.index > 0:
-            flags = torch.tensor([g is not None for g in input_gradients], dtype=torch.bool)
-            self.outbox.put(
-                f"{task.microbatch}/g{self.index}", [flags, *(g.cpu() for g in input_gradients if g is not None)]
-            )
+            self._offer_gradients(task, input_gradients)
+            if not task.gradient_wanted:
+                self.outbox.release(self._gradient_key(task))
+        # Its gradient has come, so the stage behind has it; after a repair there may be nobody who fetches it.
+        self.outbox.release(self._activation_key(task))
         output.release()
         elapsed = time.perf_counter() - started
         self.backward_s += elapsed
         progress.compute_s += elapsed
+
+    def _differentiate(
+        self, output: StageOutput, task: Task, gradients: list[Tensor | None] | None
+    ) -> list[Tensor | None]:
+        if gradients is not None:
+            return output.backward([None if g is None else g.to(self._device) for g in gradients])
+        if loss_of(output.result) is not None:
+            return output.backward(task.scale)
+        return [None] * len(output.inputs)
+
+    def _repeat(self, task: Task, tensors: list[Tensor], sources: dict[str, list[Tensor]], key: str) -> None:
+        """On the compute thread: one output again, and no trace of it elsewhere."""
+        if key in self.outbox:
+            return
+        with self._running_buffers_aside():
+            output, _ = self._run(task, tensors, sources["inputs"])
+        if task.remake == "activation":
+            self._offer(key, output.tensors)
+            return
+        gradients: list[Tensor | None] | None = None
+        if "gradients" in sources:
+            gradients = check_gradients(sources["gradients"], output.tensors, task.gradient_peer or "")
+        with self.accumulator.ignoring():
+            self._offer_gradients(task, self._differentiate(output, task, gradients))
+
+    def _activation_key(self, task: Task) -> str:
+        return f"{task.microbatch}/a{self.index + 1}"
+
+    def _gradient_key(self, task: Task) -> str:
+        return f"{task.microbatch}/g{self.index}"
+
+    def _offer(self, key: str, tensors: Sequence[Tensor]) -> None:
+        self.outbox.put(key, [tensor.detach().cpu() for tensor in tensors], evictable=True)
+
+    def _offer_gradients(self, task: Task, gradients: Sequence[Tensor | None]) -> None:
+        flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.bool)
+        self._offer(self._gradient_key(task), [flags, *(gradient for gradient in gradients if gradient is not None)])
 
     def _signature(self, task: Task) -> StepSignature:
         if task.signature is not None:
@@ -282,6 +356,7 @@ class StageServer:
             progress = self._progress.pop(name, None)
             if progress is not None and progress.runner is not None:
                 progress.runner.cancel()
+        self._sources = {key: kept for key, kept in self._sources.items() if key.partition("/")[0] not in names}
         self.outbox.drop(lambda key: str(key).partition("/")[0] in names)
 
     def _running_buffers(self) -> dict[str, Tensor]:
@@ -290,6 +365,21 @@ class StageServer:
         written = signature.written[self.index] if signature is not None else frozenset()
         buffers = self.stage.owned_buffers()
         return {name: buffers[name] for name in sorted(written) if name in buffers}
+
+    @contextlib.contextmanager
+    def _running_buffers_aside(self) -> Iterator[None]:
+        """Code inside changes copies. The buffers themselves must not be written to, as graphs of microbatches that are
+        under way have saved them.
+        """
+        entries = buffer_entries(self.stage.module)
+        aside = [entries[name] for name in self._running_buffers()]
+        for entry in aside:
+            put(entry, entry.tensor.clone())
+        try:
+            yield
+        finally:
+            for entry in aside:
+                put(entry, entry.tensor)
 
     def buffers_of_version(self) -> dict[str, Tensor]:
         """The stage's buffers as of the beginning of the step: what microbatches have changed since is not agreed

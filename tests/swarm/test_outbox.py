@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, Dropped, ProtocolError
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, Dropped, Evicted, ProtocolError
 from lightning_swarm.swarm.outbox import Outbox
 
 
@@ -106,3 +106,38 @@ def test_fetch_gives_the_leaves_that_are_asked_for() -> None:
     for key in (None, 1.5, {"a": 1}):
         with pytest.raises(ProtocolError):
             asyncio.run(ask({"key": key}))
+
+
+def test_over_the_bound_the_oldest_of_what_was_fetched_goes() -> None:
+    outbox = Outbox(limit_bytes=8)
+    for key in ("a", "b", "c"):
+        outbox.put(key, [torch.zeros(1)], evictable=True)
+    assert outbox.keys() == ["a", "b", "c"], "all are awaited"
+    asyncio.run(outbox.answer_fetch("peer", {"key": "b"}, []))
+    assert outbox.keys() == ["a", "c"] and outbox.evictions == 1
+    outbox.release("c")
+    outbox.release("a")
+    assert outbox.keys() == ["a", "c"] and outbox.evictable_bytes == 8, "the bound holds"
+    outbox.put("d", [torch.zeros(1)], evictable=True)
+    assert outbox.keys() == ["c", "d"] and outbox.evictable_peak_bytes == 12
+
+
+def test_a_fetch_for_what_was_evicted_fails_at_once_until_it_is_there_again() -> None:
+    outbox = Outbox(limit_bytes=0)
+    outbox.put("a", [torch.ones(1)], evictable=True)
+    outbox.release("a")
+    with pytest.raises(Evicted, match="'a' was fetched before"):
+        asyncio.run(outbox.get("a", 10))
+    outbox.put("a", [torch.ones(1)], evictable=True)
+    assert len(asyncio.run(outbox.get("a", 0)).tensors) == 1
+    outbox.release("a")
+    outbox.drop(lambda key: True)
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(outbox.get("a", 0.001))
+
+
+def test_what_cannot_be_made_again_stays() -> None:
+    outbox = Outbox(limit_bytes=0)
+    outbox.put("sum", [torch.ones(1)])
+    asyncio.run(outbox.answer_fetch("peer", {"key": "sum"}, []))
+    assert "sum" in outbox and outbox.evictions == 0

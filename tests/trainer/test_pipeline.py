@@ -6,17 +6,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_swarm.swarm.calls import Context, ProbeReply, Wait
-from lightning_swarm.swarm.errors import PeerUnreachable, SourceFailed, SwarmError
+from lightning_swarm.swarm.errors import CallerError, PeerUnreachable, SourceFailed, SwarmError
 from lightning_swarm.swarm.tree import encode_tree
 from lightning_swarm.trainer.flight import Flight, Job
 from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.pipeline import Pipeline, check_links
 from lightning_swarm.trainer.roster import Roster
+from lightning_swarm.trainer.tally import Tally
 
-ANSWER = ({"effects": encode_tree({})[0], "compute_s": 0.01, "held_bytes": 0, "transfers": {}}, [])
+ANSWER = ({"effects": encode_tree({})[0], "compute_s": 0.01, "held_bytes": 0, "transfers": {}, "duplicate": False}, [])
 
 
 class Wire:
@@ -27,6 +29,10 @@ class Wire:
         self.sent: Counter[tuple[str, str]] = Counter()
         self.allow_nan: dict[str, bool] = {}
         """Of the last task, by worker."""
+        self.sources: dict[str, set[str | None]] = {}
+        """From whom the last task was to fetch, by worker."""
+        self.remakes: list[tuple[str, str]] = []
+        """Who was asked to make which output again."""
         self.offered_s: dict[str, float | None] = {}
         """Since when those who answer a probe have what they are asked for."""
 
@@ -38,6 +44,9 @@ class Wire:
         key = peer, header["microbatch"]
         self.sent[key] += 1
         self.allow_nan[peer] = header.get("allow_nan", False)
+        self.sources[peer] = {header.get("input_peer"), header.get("gradient_peer")}
+        if "remake" in header:
+            self.remakes.append((peer, header["remake"]))
         self.pending[key] = asyncio.get_running_loop().create_future()
         return await self.pending[key]
 
@@ -64,7 +73,7 @@ class Swarm:
 
     def __init__(self, *workers: tuple[str, int]) -> None:
         self.wire = Wire()
-        self.roster = Roster(2, Counter(), 10.0, check=lambda: None, replaceable=lambda: False, state_bytes=lambda _: 0)
+        self.roster = Roster(2, Tally(), 10.0, check=lambda: None, replaceable=lambda: False, state_bytes=lambda _: 0)
         for peer, stage in workers:
             self.join(peer, stage)
         self.pipeline = Pipeline(self.wire, self.roster, in_flight=4)  # type: ignore[arg-type]
@@ -253,6 +262,84 @@ def test_a_worker_that_sends_wrong_shapes_is_banned_and_a_busy_one_is_asked_agai
         swarm.wire.answer(other)
         swarm.wire.answer("b")
         await running
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+async def _until_evicted(swarm: Swarm) -> tuple[asyncio.Task[None], str, str]:
+    """The microbatch's worker at stage 0 is done, and asked to make its activation again, which b could not get."""
+    running, first, other = await swarm.one_under_way()
+    swarm.wire.answer(first)
+    await swarm.wire.until(lambda: swarm.pipeline.ledger.count(0) == 1)
+    swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("evicted", first, "Evicted"))
+    await swarm.wire.asked((first, "0:0"))
+    assert swarm.wire.remakes == [(first, "activation")]
+    return running, first, other
+
+
+def test_an_evicted_source_is_made_again_and_counts_once() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running, first, _ = await _until_evicted(swarm)
+        assert swarm.wire.sent["b", "0:0"] == 1, "it is asked again when its source is there"
+        swarm.wire.answer(first)
+        await swarm.wire.asked(("b", "0:0"))
+        swarm.wire.answer("b")
+        await running
+        assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {first, "b"}
+        of_first, of_b = (swarm.roster.tally.by_worker()[peer] for peer in (first, "b"))
+        assert (of_first["processed"], of_first["replayed"]) == (1, 1)
+        assert (of_b["processed"], of_b["replayed"], of_b["retried"]) == (1, 0, 0)
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_a_worker_that_dies_while_it_makes_something_again_is_replaced_and_counts_once() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running, first, other = await _until_evicted(swarm)
+        swarm.wire.pending[first, "0:0"].set_exception(PeerUnreachable("gone", first))
+        await swarm.wire.until(lambda: other in swarm.wire.sources["b"])
+        await swarm.wire.asked((other, "0:0"), ("b", "0:0"))
+        swarm.wire.answer(other)
+        swarm.wire.answer("b")
+        await running
+        assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {other, "b"}
+        assert swarm.roster.counters["lost microbatches"] == 1
+        assert len(swarm.roster.tally.recoveries_s) == 1
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_one_that_cannot_reach_its_own_source_any_more_leaves_its_part_to_another() -> None:
+    """What it has accumulated must not be accumulated by another one besides."""
+
+    async def scenario(swarm: Swarm) -> None:
+        running, first, _ = await swarm.one_under_way()
+        swarm.wire.answer("b")
+        await swarm.wire.until(lambda: swarm.pipeline.ledger.count(1) == 1)
+        swarm.wire.pending[first, "0:0"].set_exception(SourceFailed("evicted", "b", "Evicted"))
+        await swarm.wire.asked(("b", "0:0"))
+        assert swarm.wire.remakes == [("b", "gradient")]
+        swarm.wire.offered_s[first] = None  # It answers the trainer.
+        swarm.join("b2", 1)
+        swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("no way", first, "PeerUnreachable"))
+        await swarm.wire.until(lambda: "b2" in swarm.wire.sources[first])
+        await swarm.wire.asked(("b2", "0:0"), (first, "0:0"))
+        swarm.wire.answer("b2")
+        swarm.wire.answer(first)
+        await running
+        assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {first, "b2"}
+        assert "b" not in swarm.roster.workers and swarm.roster.counters["links banned"] == 1
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+def test_a_mistake_of_our_own_ends_the_run_and_bans_nobody() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running, _, _ = await swarm.one_under_way()
+        swarm.wire.pending["b", "0:0"].set_exception(CallerError("a malformed request"))
+        with pytest.raises(CallerError, match="a malformed request"):
+            await running
+        assert "bans" not in swarm.roster.counters and swarm.roster.workers.keys() == {"a1", "a2", "b"}
 
     drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
 

@@ -1,0 +1,176 @@
+"""Workers that join get the stage's state although donors fail or the transfer takes long, and the weights are those of
+an undisturbed run, bit for bit.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.faults import Kind, Reply
+from lightning_swarm.swarm.calls import StateRequest
+from lightning_swarm.testing import Fault, Faults
+from lightning_swarm.worker.state import StageState
+from tests.harness import AllAtWork, Outcome, difference, fit_swarm, wait
+from tests.models import CASES, GPT
+
+STEPS, JOIN_AT = 8, 2
+
+
+def make() -> pl.LightningModule:
+    return GPT(layers=2, width=16, dropout=0.1, noise=0.1, tied=True, optimizer="adamw")
+
+
+class Join(pl.Callback):
+    """Starts a worker of stage 0 before a step, lets some steps pass, and waits until it is at work.
+
+    Args:
+        begun: Whether the worker has got as far as it shall before the steps pass.
+        steps: How many.
+        arrive: Called when they have passed.
+    """
+
+    def __init__(self, begun: Callable[[], bool], steps: int = 0, arrive: Callable[[], Any] = lambda: None) -> None:
+        self.begun, self.steps, self.arrive = begun, steps, arrive
+        self.others: set[str] = set()
+        self.digests: set[str] = set()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        workers = strategy._session.roster.workers if index else {}
+        if index == JOIN_AT:
+            self.others = set(workers)
+            strategy._local.start(99)
+            wait(strategy, self.begun)
+        if index == JOIN_AT + self.steps:
+            assert strategy._session.step == index
+            assert not self.steps or not self._there(workers)
+            self.arrive()
+            wait(strategy, lambda: self._there(workers))
+        if index == STEPS - 1:
+            self.digests = _digests(strategy, 0)
+
+    def _there(self, workers: dict[str, Any]) -> bool:
+        return any(worker.ready for peer, worker in workers.items() if peer not in self.others)
+
+
+def _digests(strategy: Any, stage: int) -> set[str]:
+    session = strategy._session
+    request = StateRequest(session._identity.session, session._plan_version, stage).to_dict()
+
+    async def ask(peer: str) -> str:
+        header, tensors = await session._node.call(peer, "state", request, deadline_s=30.0)
+        return StageState.from_wire(header, tensors).digest()
+
+    return {strategy._peer.run(ask(worker.peer)) for worker in session.roster.at_stage(stage)}
+
+
+class StateFaults(Faults):
+    """Something happens to the first state that one worker sends to another when all are at work."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.asked = threading.Event()
+
+    async def around(
+        self,
+        worker: Any,
+        call: str,
+        caller: str,
+        header: dict[str, Any],
+        tensors: Any,
+        handler: Callable[..., Awaitable[Reply]],
+    ) -> Reply:
+        """As any fault."""
+        reply = await super().around(worker, call, caller, header, tensors, handler)
+        awaited = call == "state" and caller != worker.trainer and worker.service.server.version == JOIN_AT
+        if awaited and not self.asked.is_set():
+            self.asked.set()
+            return await asyncio.to_thread(self.happen, *reply)
+        return reply
+
+    def happen(self, header: dict[str, Any], tensors: Sequence[Tensor]) -> Reply:
+        """The state that is sent instead."""
+        raise NotImplementedError
+
+
+class Held(StateFaults):
+    """It is held back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+
+    def happen(self, header: dict[str, Any], tensors: Sequence[Tensor]) -> Reply:
+        """As it is, but later."""
+        self.release.wait()
+        return header, tensors
+
+
+class Ruined(StateFaults):
+    """Its parameters are NaN, and its checksums say nothing against that."""
+
+    def happen(self, header: dict[str, Any], tensors: Sequence[Tensor]) -> Reply:
+        """As of a worker whose training has gone wrong."""
+        state = StageState.from_wire(header, tensors)
+        for parameter in state.parameters.values():
+            parameter.fill_(torch.nan)
+        return state.to_wire()
+
+
+def fit(faults: Faults, *callbacks: pl.Callback, workers: int = 4) -> Outcome:
+    """Two stages. The trainer's copy of the model is that of the beginning, so workers give the state."""
+    swarm = {"workers": workers, "microbatches": 4, "reproducible": True, "faults": faults}
+    return fit_swarm(make, CASES["gpt"].loader(STEPS), 2, swarm=swarm, callbacks=[AllAtWork(), *callbacks])
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Outcome:
+    return fit(Faults([]), workers=2)
+
+
+def _same(run: Outcome, undisturbed: Outcome) -> None:
+    assert difference(run.weights, undisturbed.weights) == 0.0
+    assert difference(run.optimizer, undisturbed.optimizer) == 0.0
+
+
+def _joined_whole(run: Outcome, join: Join) -> None:
+    assert len(join.digests) == 1, "all replicas are the same"
+    counters = run.trainer.strategy.report()["counters"]  # type: ignore[attr-defined]
+    assert counters["joins"] >= 5 and "stages lost" not in counters
+
+
+@pytest.mark.parametrize("kind", ["kill", "nan"])
+def test_a_donor_that_vanishes_or_sends_what_is_damaged_is_followed_by_another(
+    kind: Kind, undisturbed: Outcome
+) -> None:
+    faults = Faults([Fault(kind, "state", stage=0, step=JOIN_AT)])
+    join = Join(begun=lambda: bool(faults.fired))
+    run = fit(faults, join)
+    _same(run, undisturbed)
+    _joined_whole(run, join)
+
+
+def test_a_donor_whose_parameters_are_nan_is_followed_by_another(undisturbed: Outcome) -> None:
+    ruined = Ruined()
+    join = Join(begun=ruined.asked.is_set)
+    run = fit(ruined, join)
+    _same(run, undisturbed)
+    _joined_whole(run, join)
+    report = run.trainer.strategy.report()  # type: ignore[attr-defined]
+    # With NaN it would be found out at work, too, and come back.
+    assert report["bans"] == [] and "leaves" not in report["counters"]
+
+
+def test_a_download_that_lasts_three_steps_is_made_up_for(undisturbed: Outcome) -> None:
+    held = Held()
+    join = Join(begun=held.asked.is_set, steps=3, arrive=held.release.set)
+    run = fit(held, join)
+    _same(run, undisturbed)
+    assert held.release.is_set() and len(join.digests) == 1, "all replicas are the same"
+    assert "leaves" not in run.trainer.strategy.report()["counters"]  # type: ignore[attr-defined]
