@@ -116,7 +116,10 @@ class Resuming:
         recovery = peer.recovery(_LOOK_S if waits else 0.0)
 
         async def recover() -> Recovered | None:
-            step = await recovery.find()
+            try:
+                step = await recovery.find()
+            finally:
+                peer.spares_holders = recovery.found
             return await recovery.fetch() if step is not None and step > newer_than and step > 0 else None
 
         return peer.run(recover())

@@ -44,6 +44,8 @@ class TrainerPeer:
         self._ended = False
         self._callers: set[str] = set()
         """Workers that have asked for work before there was any."""
+        self.spares_holders = False
+        """Whether workers hold a run that this trainer has not taken up yet: they go on holding it if it fails."""
         self._speaking: asyncio.Task[None] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
@@ -119,7 +121,7 @@ class TrainerPeer:
         """Begin a session; from any thread but the loop's."""
 
         async def begin() -> Session:
-            self.session = make()
+            self.session, self.spares_holders = make(), False
             self._plug()
             self._speaking = asyncio.create_task(self.session.speak(), name="a log line a minute")
             self._notify()
@@ -139,6 +141,8 @@ class TrainerPeer:
     def shut(self, failed: bool, outcome: Any) -> None:
         """End the session: its workers return too."""
         session, self.session = self.session, None
+        if self.spares_holders:
+            return
 
         async def end() -> None:
             if self._speaking is not None:
@@ -152,7 +156,7 @@ class TrainerPeer:
 
     def end(self) -> None:
         """The script is over: workers exit."""
-        self._ended = True
+        self._ended = not self.spares_holders
 
         async def tell() -> None:
             self._notify()

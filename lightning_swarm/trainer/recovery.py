@@ -70,6 +70,12 @@ class Recovery:
         self._seen = seen
         self._wait_s = wait_s
         self._silent: set[str] = set()
+        self._holdings: Holdings = {}
+
+    @property
+    def found(self) -> bool:
+        """Whether any worker holds anything."""
+        return bool(self._holdings)
 
     async def find(self) -> int | None:
         """The newest step that all stages together have, after a commit that was under way has been finished.
