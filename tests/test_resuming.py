@@ -359,5 +359,5 @@ def test_a_snapshot_of_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
 def test_a_timeout_that_is_none(seconds: float) -> None:
-    with pytest.raises(MisconfigurationException, match=rf"trainer_timeout={seconds}\) must be a number of seconds above 0"):
+    with pytest.raises(MisconfigurationException, match=rf"trainer_timeout={seconds}\) must be a number"):
         SwarmStrategy(trainer_timeout=seconds)
