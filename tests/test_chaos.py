@@ -3,6 +3,11 @@
 Two workers serve each of three stages, so nothing but the work of the one that fails has to be repeated.
 """
 
+import itertools
+import os
+import random
+from typing import Any, get_args
+
 import lightning.pytorch as pl
 import pytest
 
@@ -13,7 +18,9 @@ from tests.models import CASES, GPT
 
 pytestmark = pytest.mark.chaos
 CASE = CASES["gpt"]
-STEPS = 4
+STEPS, MICROBATCHES = 4, 6
+PAIRS = int(os.environ.get("CHAOS_PAIRS", "24"))
+SEED = int(os.environ.get("CHAOS_SEED", "1"))
 
 
 def make() -> pl.LightningModule:
@@ -21,11 +28,12 @@ def make() -> pl.LightningModule:
     return GPT(layers=3, width=16, dropout=0.1, noise=0.1, tied=True, optimizer="adamw")
 
 
-def fit(*faults: Fault, workers: int = 6) -> tuple[Outcome, dict[str, int], Faults]:
+def fit(*faults: Fault, workers: int = 6, **more: Any) -> tuple[Outcome, dict[str, int], Faults]:
     """The run, the counters of its report and the faults."""
     schedule = Faults(faults)
-    options = {"workers": workers, "microbatches": 6, "reproducible": True, "snapshot_every_n_steps": 2}
-    run = fit_swarm(make, CASE.loader(STEPS), 3, swarm={**options, "faults": schedule}, callbacks=[AllAtWork()])
+    options = {"microbatches": MICROBATCHES, "reproducible": True, "snapshot_every_n_steps": 2, **more}
+    swarm = {**options, "workers": workers, "faults": schedule}
+    run = fit_swarm(make, CASE.loader(STEPS), 3, swarm=swarm, callbacks=[AllAtWork()])
     return run, run.trainer.strategy.report()["counters"], schedule
 
 
@@ -38,6 +46,15 @@ def undisturbed() -> Outcome:
 def _same(run: Outcome, undisturbed: Outcome) -> None:
     assert difference(run.weights, undisturbed.weights) == 0.0
     assert difference(run.optimizer, undisturbed.optimizer) == 0.0
+    _exactly_once(run)
+
+
+def _exactly_once(run: Outcome) -> None:
+    """Of what was accumulated, and not lost with its worker, there is one of each microbatch at each stage."""
+    report: Any = run.trainer.strategy.report()  # type: ignore[attr-defined]
+    if "stages lost" not in report["counters"]:
+        for stage in report["by_stage"]:
+            assert stage["processed"] - stage["lost"] == STEPS * MICROBATCHES
 
 
 IN_A_STEP = ["forward", "forwarded", "fetched", "accumulated", "reduce", "reducing", "reduced", "commit", "committed"]
@@ -151,12 +168,44 @@ def test_a_snapshot_that_fails_at_one_worker_is_taken_from_another(kind: Kind, u
         (Fault("corrupt", "fetched", stage=2, step=1), Fault("cut", "fetched", stage=0, step=2)),
         (Fault("refuse", "reduced", stage=0, step=1), Fault("kill", "committed", stage=0, step=2)),
     ],
-    ids=lambda pair: " and ".join(f"{fault.kind} {fault.moment}" for fault in pair),
+    ids=lambda pair: _name(pair),
 )
 def test_two_faults_in_one_run(pair: tuple[Fault, Fault], undisturbed: Outcome) -> None:
     run, _, faults = fit(*pair)
     _same(run, undisturbed)
     assert sorted(faults.fired, key=pair.index) == list(pair)
+
+
+def _any_two() -> list[tuple[Fault, Fault]]:
+    """Pairs of any faults at two stages, drawn with the seed."""
+    faults = [
+        Fault(kind, moment, stage=stage, step=2, seconds=0.2)
+        for kind in get_args(Kind)
+        for moment in (("fetched", "reducing") if kind in ("corrupt", "nan", "cut") else IN_A_STEP)
+        for stage in range(3)
+    ]
+    pairs = [pair for pair in itertools.combinations(faults, 2) if pair[0].stage != pair[1].stage]
+    return random.Random(SEED).sample(pairs, PAIRS)
+
+
+def _name(pair: tuple[Fault, Fault]) -> str:
+    return " and ".join(f"{fault.kind} {fault.moment} at {fault.stage}" for fault in pair)
+
+
+@pytest.mark.parametrize("pair", _any_two(), ids=_name)
+def test_any_two_faults_in_one_step(pair: tuple[Fault, Fault], undisturbed: Outcome) -> None:
+    """The first may take the second one's moment away; the weights are the same all the same."""
+    run, _, faults = fit(*pair)
+    _same(run, undisturbed)
+    assert faults.fired and set(faults.fired) <= set(pair)
+
+
+def test_without_sums_in_float64_rounding_is_all_that_differs(undisturbed: Outcome) -> None:
+    pair = Fault("kill", "accumulated", stage=1, step=1), Fault("kill", "reduced", stage=2, step=2)
+    run, _, faults = fit(*pair, reproducible=False)
+    assert set(faults.fired) == set(pair)
+    assert difference(run.weights, undisturbed.weights) <= 1e-6
+    _exactly_once(run)
 
 
 def test_a_fault_that_makes_no_sense_is_refused() -> None:
