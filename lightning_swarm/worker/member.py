@@ -209,12 +209,11 @@ class Member:
             return False
         return True
 
-    async def _look_for_another(self) -> bool:
-        """Whether the run has another trainer; then this worker follows it."""
+    async def _look_for_another(self) -> None:
+        """Follow another trainer, if the run has one that answers."""
         found = await self._find_trainer(self.trainer)
-        if found is not None:
+        if found is not None and await self._answers(found):
             self._follow(found)
-        return found is not None
 
     async def _ask(self) -> JoinReply:
         deadline = asyncio.get_running_loop().time() + self._trainer_timeout_s
@@ -235,8 +234,8 @@ class Member:
                         f"{self._trainer_timeout_s:.0f} s (trainer_timeout).",
                         trainer,
                     ) from error
-                if not await self._look_for_another():
-                    await asyncio.sleep(_AGAIN_AFTER_S)
+                await self._look_for_another()
+                await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def _take(self, assignment: Assignment, incoming: Incoming | None = None) -> None:
         """Become a worker of the assigned stage; its state is there already if it was incoming, or is held."""
