@@ -387,7 +387,9 @@ class Session:
             By microbatch and stage, the effects of the step (``worker/recorder.py``).
         """
         batch = LoggedBatch(kind, tuple(microbatches), step_args, context, scale)
+        evaluated = self._evaluated
         while True:
+            self._evaluated = evaluated  # A batch that is evaluated again draws the same random numbers.
             try:
                 effects = await self._run(batch, last)
             except StageLost as lost:
