@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -42,6 +43,11 @@ class _Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.outcome.optimizer = copy.deepcopy(trainer.strategy.optimizer_state(trainer.optimizers[0]))
+
+
+def times(number: int, usually: int = 4) -> list[Any]:
+    """Parameters of a test that is to be made again and again; all but a few are left to the long run."""
+    return [pytest.param(k, marks=pytest.mark.chaos if k >= usually else ()) for k in range(number)]
 
 
 class AllAtWork(pl.Callback):

@@ -9,13 +9,13 @@ import pytest
 from lightning_swarm.launcher import WorkerDied
 from lightning_swarm.swarm.calls import WorkerRecord
 from lightning_swarm.trainer.roster import StartupTimeout
-from tests.harness import difference, fit_swarm
+from tests.harness import difference, fit_swarm, times
 from tests.models import CASES, GPT
 
 CASE = CASES["gpt"]
 
 
-@pytest.mark.parametrize("attempt", range(20))
+@pytest.mark.parametrize("attempt", times(20))
 def test_four_workers_at_once_are_one_swarm_spread_over_the_stages(attempt: int) -> None:
     run = fit_swarm(GPT, CASE.loader(1), 4, swarm={"microbatches": 4})
     assert sorted(row["stage"] for row in run.trainer.strategy.report()["workers"]) == [0, 1, 2, 3]

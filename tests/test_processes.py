@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from lightning_swarm.testing import ThreadSwarmStrategy
+from tests.harness import times
 from tests.scripts import tiny
 
 GONE_WITHIN_S = 5.0
@@ -164,7 +165,7 @@ def held() -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("time_number", range(20))
+@pytest.mark.parametrize("time_number", times(20))
 def test_a_swarm_that_was_stopped_leaves_nothing(time_number: int, again_and_again: Run, held: list[str]) -> None:
     again_and_again.rearm()
     assert again_and_again.process.stdin is not None
