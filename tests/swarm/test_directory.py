@@ -76,10 +76,16 @@ def test_a_watcher_hears_changes_only(nodes: list[Node]) -> None:
         async for records in nodes[0].directory.watch("watched", Speaker, period_s=0.02):
             heard.append(records)
 
+    async def has_heard(times: int) -> None:
+        while len(heard) < times:
+            await asyncio.sleep(0.01)
+
     listening = nodes[0].spawn(listen(), "listening")
-    for stage in (1, 1, 2):
+    nodes[0].run(has_heard(1), 10)
+    for times, stage in ((2, 1), (2, 1), (3, 2)):
         announce(nodes[2], "watched", stage)
-        nodes[0].run(asyncio.sleep(0.15))
+        nodes[0].run(has_heard(times), 10)
+        nodes[0].run(asyncio.sleep(0.1))
     listening.cancel()
     name = nodes[2].peer_id
     assert heard == [{}, {name: Speaker(1)}, {name: Speaker(2)}]
