@@ -310,10 +310,17 @@ class Pipeline:
                 # It was to make something again, and what it has accumulated must not be accumulated elsewhere, too.
                 self.lose(worker)
                 return
+            if self._alone(worker, stage) and not self._alone(error.peer, neighbour):
+                await self._replace(flight, neighbour, error, None)
+                return
             self._roster.withdraw(worker, stage)
             await self._reroute(flight, stage, excluding=worker)
         else:
             await self._replace(flight, neighbour, error, Cause.RESET)
+
+    def _alone(self, worker: str, stage: int) -> bool:
+        """Whether nobody else could do a worker's work."""
+        return all(other.peer == worker for other in self._roster.at_stage(stage))
 
     async def _replace(self, flight: Flight, stage: int, error: SourceFailed, cause: Cause | None) -> None:
         """Give a worker up that another one complains about; without a cause it is only suspected."""

@@ -333,6 +333,23 @@ def test_one_that_cannot_reach_its_own_source_any_more_leaves_its_part_to_anothe
     drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
 
 
+def test_where_a_stages_only_worker_cannot_reach_its_source_the_source_is_replaced() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        running, first, other = await swarm.one_under_way()
+        swarm.wire.answer(first)
+        await asyncio.sleep(0)
+        swarm.wire.offered_s[first] = None  # It answers the trainer.
+        swarm.wire.pending["b", "0:0"].set_exception(SourceFailed("no way", first, "PeerUnreachable"))
+        await swarm.wire.asked((other, "0:0"), ("b", "0:0"))
+        assert swarm.roster.counters["links banned"] == 1 and "bans" not in swarm.roster.counters
+        swarm.wire.answer(other)
+        swarm.wire.answer("b")
+        await running
+        assert swarm.pipeline.ledger.holders() == {other, "b"}
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
 def test_a_mistake_of_our_own_ends_the_run_and_bans_nobody() -> None:
     async def scenario(swarm: Swarm) -> None:
         running, _, _ = await swarm.one_under_way()
