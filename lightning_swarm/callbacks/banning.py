@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_swarm.callbacks._strategy import require_swarm
 from lightning_swarm.policies.banning import DEFAULT_RULES, BanList, BanRule, Cause
 
 _NO_FAULTS = (Cause.BUSY, Cause.CALLER)
@@ -96,10 +97,7 @@ class FaultBanning(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "banning"):
-            raise MisconfigurationException(
-                f"FaultBanning needs Trainer(strategy=SwarmStrategy(...)), not {type(trainer.strategy).__name__}."
-            )
+        require_swarm(trainer, "FaultBanning", "banning")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

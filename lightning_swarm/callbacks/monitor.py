@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_swarm.callbacks._strategy import require_swarm
+
 
 class SwarmMonitor(pl.Callback):
     """Logs workers, throughput, seconds and bytes of every stage, and the swarm's events.
@@ -33,10 +35,7 @@ class SwarmMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "report"):
-            raise MisconfigurationException(
-                f"SwarmMonitor needs Trainer(strategy=SwarmStrategy(...)), not {type(trainer.strategy).__name__}."
-            )
+        require_swarm(trainer, "SwarmMonitor", "report")
         if trainer.is_global_zero and not trainer.loggers:
             raise MisconfigurationException("SwarmMonitor needs a logger: this Trainer was made with logger=False.")
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_swarm.callbacks._strategy import require_swarm
 from lightning_swarm.policies.rebalancing import PaperRebalancer, Rebalancer, RebalancingPolicy
 
 _RULES = {"swarm": Rebalancer, "paper": PaperRebalancer}
@@ -61,10 +62,7 @@ class Rebalancing(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "rebalance"):
-            raise MisconfigurationException(
-                f"Rebalancing needs Trainer(strategy=SwarmStrategy(...)), not {type(trainer.strategy).__name__}."
-            )
+        require_swarm(trainer, "Rebalancing", "rebalance")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -15,15 +15,13 @@ from typing import Any
 from lightning_swarm.swarm.calls import CommitRequest, Holding, StateRequest, WorkerRecord
 from lightning_swarm.swarm.errors import CallerError, PeerBusy, SwarmError
 from lightning_swarm.swarm.node import Node
-from lightning_swarm.swarm.watched import call_watched
 from lightning_swarm.trainer.position import StepRecord
-from lightning_swarm.worker.state import StageState
+from lightning_swarm.worker.state import StageState, fetch_state
 
 log = logging.getLogger(__name__)
 
 _ASK_DEADLINE_S = 30.0
 _COMMIT_DEADLINE_S = 600.0
-_STATE_DEADLINE_S = 600.0
 _AGAIN_AFTER_S = 0.3
 
 Holdings = dict[str, Holding]
@@ -184,10 +182,7 @@ class Recovery:
                 continue
             request = StateRequest(holding.session, holding.plan_version, stage)
             try:
-                header, tensors = await call_watched(
-                    self._node, peer, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
-                )
-                state = await asyncio.to_thread(StageState.from_wire, header, tensors)
+                state = await fetch_state(self._node, peer, request)
                 if state.version == holding.step:
                     return state
                 problems.append(f"{peer[-6:]}: it is at step {state.version} by now")

@@ -35,7 +35,6 @@ from lightning_swarm.swarm.calls import (
 )
 from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
-from lightning_swarm.swarm.watched import call_watched
 from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
 from lightning_swarm.trainer.flight import Flight, Job
@@ -48,12 +47,11 @@ from lightning_swarm.trainer.recovery import Kept
 from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
 from lightning_swarm.trainer.roster import OUTBOX_SHARE, Roster, StageLost
 from lightning_swarm.trainer.tally import Tally
-from lightning_swarm.worker.state import StageState
+from lightning_swarm.worker.state import StageState, fetch_state
 
 log = logging.getLogger(__name__)
 
 _JOIN_WAIT_S = 5.0
-_STATE_DEADLINE_S = 600.0
 _FINISH_DEADLINE_S = 5.0
 _STATS_DEADLINE_S = 5.0
 _SPEAK_EVERY_S = 60.0
@@ -570,10 +568,7 @@ class Session:
         problems, damaged = [], None
         for worker in self.roster.at_stage(stage):
             try:
-                header, tensors = await call_watched(
-                    self._node, worker.peer, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
-                )
-                state = await asyncio.to_thread(StageState.from_wire, header, tensors)
+                state = await fetch_state(self._node, worker.peer, request)
                 if state.version != step:
                     raise PeerStale(f"state of step {state.version} instead of {step}", worker.peer)
                 if await asyncio.to_thread(state.is_finite):

@@ -35,19 +35,17 @@ from lightning_swarm.swarm.calls import (
 from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
-from lightning_swarm.swarm.watched import call_watched
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming, Shapes
 from lightning_swarm.worker.service import Reply, WorkerService
 from lightning_swarm.worker.stage_server import StageServer
-from lightning_swarm.worker.state import StageState, StateRejected
+from lightning_swarm.worker.state import StageState, StateRejected, fetch_state
 
 log = logging.getLogger(__name__)
 
 _ASK_DEADLINE_S = 30.0
 _PING_EVERY_S = 5.0
 _AGAIN_AFTER_S = 0.5
-_STATE_DEADLINE_S = 600.0
 _LINGER_S = 1.0
 _CALLS_OF_TRAINER = ("process", "reduce", "commit", "move", "finish")
 
@@ -324,10 +322,7 @@ class Member:
                 continue
             self.service.downloads += 1
             try:
-                header, tensors = await call_watched(
-                    self._node, donor, "state", request.to_dict(), deadline_s=_STATE_DEADLINE_S
-                )
-                state = await asyncio.to_thread(StageState.from_wire, header, tensors)
+                state = await fetch_state(self._node, donor, request)
                 if await asyncio.to_thread(state.is_finite):
                     return state
                 raise StateRejected("it has parameters that are not finite")

@@ -9,6 +9,7 @@ would cost half of it, and unlike a CRC they are long enough to compare whole st
 hivemind.)
 """
 
+import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_swarm.swarm.calls import StateRequest
 from lightning_swarm.swarm.errors import ProtocolError
+from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.watched import call_watched
 from lightning_swarm.worker.statistics import squared_norm
 
 Plain = bool | int | float | str | None
+_DEADLINE_S = 600.0
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -226,6 +231,16 @@ class StageState:
         if next(left, None) is not None:
             raise StateRejected("A state came with more tensors than it names.")
         return cls(header["version"], parameters, buffers, optimizer, dict(section("numbers", _PLAIN)))
+
+
+async def fetch_state(node: Node, peer: str, request: StateRequest) -> StageState:
+    """The state that a peer gives; given up soon after the peer has stopped to answer anything.
+
+    Raises:
+        SwarmError: It gives none, or a damaged one.
+    """
+    header, tensors = await call_watched(node, peer, "state", request.to_dict(), deadline_s=_DEADLINE_S)
+    return await asyncio.to_thread(StageState.from_wire, header, tensors)
 
 
 def _checksum(tensor: Tensor) -> bytes:
