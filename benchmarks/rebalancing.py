@@ -11,7 +11,6 @@ The first and the last microbatches of a step leave a stage idle, so a pipeline 
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from _pauses import Pauses
 from _report import Report, add_json_argument
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 WORKERS, STAGES = 6, 2
@@ -31,37 +30,6 @@ STEPS = 16
 MEASURED_BEFORE = (2, 4)
 """Step 0 is when the workers join, step 1 when their speeds become known; these are steps 2 and 3."""
 MEASURED_AFTER = (STEPS - 4, STEPS)
-
-
-class Pause(nn.Module):
-    """A layer that takes its time; on ghosts, which only have shapes, it takes none."""
-
-    def __init__(self, pause_s: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.pause_s = pause_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor and os.environ.get("LIGHTNING_SWARM_ROLE") == "worker":
-            time.sleep(self.pause_s)
-        return self.layer(x)
-
-
-class Pauses(pl.LightningModule):
-    """One pause a stage."""
-
-    def __init__(self, pause_s: float) -> None:
-        super().__init__()
-        self.pauses = nn.ModuleList([Pause(pause_s) for _ in range(STAGES)])
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = batch[0]
-        for pause in self.pauses:
-            x = pause(x)
-        return x.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def train(pause_s: float, microbatches: int, notes: Path) -> None:
@@ -122,7 +90,7 @@ def train(pause_s: float, microbatches: int, notes: Path) -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Late(PERIOD_S)],
     )  # fmt: skip
     data = DataLoader(TensorDataset(torch.randn(STEPS * microbatches, 8)), batch_size=microbatches)
-    trainer.fit(Pauses(pause_s), data)
+    trainer.fit(Pauses(STAGES, pause_s), data)
 
 
 def measure(pause_s: float, microbatches: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from _pauses import Pauses
 from _report import Report, add_json_argument
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 STAGES = 3
@@ -36,37 +36,6 @@ FIRST, APART = 4, 3
 SNAPSHOT_EVERY, LOST_AT = 6, 11
 VICTIM = "0"
 """The local index of the worker that dies."""
-
-
-class Pause(nn.Module):
-    """A layer that takes its time; on ghosts, which only have shapes, it takes none."""
-
-    def __init__(self, pause_s: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.pause_s = pause_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor and os.environ.get("LIGHTNING_SWARM_ROLE") == "worker":
-            time.sleep(self.pause_s)
-        return self.layer(x)
-
-
-class Pauses(pl.LightningModule):
-    """One pause a stage."""
-
-    def __init__(self, pause_s: float) -> None:
-        super().__init__()
-        self.pauses = nn.ModuleList([Pause(pause_s) for _ in range(STAGES)])
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = batch[0]
-        for pause in self.pauses:
-            x = pause(x)
-        return x.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Clock(pl.Callback):
@@ -131,7 +100,7 @@ def train(order: dict[str, Any]) -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
     )  # fmt: skip
     data = DataLoader(TensorDataset(torch.randn(order["steps"] * microbatches, 8)), batch_size=microbatches)
-    trainer.fit(Pauses(order["pause_s"]), data)
+    trainer.fit(Pauses(STAGES, order["pause_s"]), data)
     noted = {"steps_s": clock.steps_s, "start_s": clock.start_s, "counters": strategy.report()["counters"]}
     Path(order["file"]).write_text(json.dumps(noted))
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_swarm.swarm.calls import StateRequest
 from lightning_swarm.testing import ThreadSwarmStrategy
+from lightning_swarm.worker.state import fetch_state
 
 
 @dataclass
@@ -69,6 +71,17 @@ def wait(strategy: Any, condition: Callable[[], bool]) -> None:
 
     while not condition():
         strategy._peer.run(asyncio.sleep(0.02))
+
+
+def digests(strategy: Any, stage: int) -> set[str]:
+    """Of the states of all workers of a stage: one if they are the same bit for bit."""
+    session = strategy._session
+    request = StateRequest(session._identity.session, session._plan_version, stage)
+
+    async def ask(peer: str) -> str:
+        return (await fetch_state(session._node, peer, request)).digest()
+
+    return {strategy._peer.run(ask(worker.peer)) for worker in session.roster.at_stage(stage)}
 
 
 def options(**more: Any) -> dict[str, Any]:

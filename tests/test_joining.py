@@ -9,7 +9,7 @@ import pytest
 from lightning_swarm.launcher import WorkerDied
 from lightning_swarm.swarm.calls import WorkerRecord
 from lightning_swarm.trainer.roster import StartupTimeout
-from tests.harness import difference, fit_swarm, times
+from tests.harness import difference, fit_swarm, times, wait
 from tests.models import CASES, GPT
 
 CASE = CASES["gpt"]
@@ -32,29 +32,18 @@ class _At(pl.Callback):
             self.do(trainer.strategy)
 
 
-async def _moment() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.05)
-
-
-def _until(strategy: Any, ready: Callable[[], bool]) -> None:
-    while not ready():
-        strategy._peer.run(_moment())
-
-
 def test_a_worker_that_drains_hands_over_and_another_takes_its_place() -> None:
     def make() -> pl.LightningModule:
         return GPT(dropout=0.1, optimizer="adamw")
 
     def leave(strategy: Any) -> None:
-        _until(strategy, lambda: sum(w.ready for w in strategy._session.roster.workers.values()) == 4)
+        wait(strategy, lambda: sum(w.ready for w in strategy._session.roster.workers.values()) == 4)
         strategy._local.strategies[0].drain()
 
     def replace(strategy: Any) -> None:
-        _until(strategy, lambda: len(strategy._session.roster.workers) == 3)
+        wait(strategy, lambda: len(strategy._session.roster.workers) == 3)
         strategy._local.start(4)
-        _until(strategy, lambda: sum(w.ready for w in strategy._session.roster.workers.values()) == 4)
+        wait(strategy, lambda: sum(w.ready for w in strategy._session.roster.workers.values()) == 4)
 
     options = {"microbatches": 4, "reproducible": True}
     swarm = fit_swarm(
@@ -69,7 +58,7 @@ def test_a_worker_that_drains_hands_over_and_another_takes_its_place() -> None:
 def test_a_worker_with_another_model_is_refused_with_what_differs() -> None:
     def add(strategy: Any) -> None:
         strategy._local.start(9, make_module=lambda: GPT(width=16))
-        _until(strategy, lambda: bool(strategy._local._errors))
+        wait(strategy, lambda: bool(strategy._local._errors))
         strategy._local.check()
 
     with pytest.raises(
@@ -86,10 +75,10 @@ def test_a_worker_with_too_little_memory_is_refused_or_gets_a_stage_that_fits() 
     def add(strategy: Any) -> None:
         needs = [4 * stage.parameter_bytes for stage in strategy._session.plan.stages]
         strategy._local.start(8, memory=min(needs))
-        _until(strategy, lambda: len(strategy._session.roster.workers) == 4)
+        wait(strategy, lambda: len(strategy._session.roster.workers) == 4)
         seen.extend(w.stage for w in strategy._session.roster.workers.values())
         strategy._local.start(9, memory=min(needs) - 1)
-        _until(strategy, lambda: bool(strategy._local._errors))
+        wait(strategy, lambda: bool(strategy._local._errors))
         strategy._local.check()
 
     with pytest.raises(WorkerDied, match="bytes of memory, and the smallest stage, 1, needs"):

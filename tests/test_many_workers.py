@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_swarm.worker.state import StageState
-from tests.harness import Outcome, assert_same_training, difference, fit_plain, fit_swarm
+from tests.harness import Outcome, assert_same_training, difference, fit_plain, fit_swarm, ready, wait
 from tests.models import CASES, GPT, Regressor
 
 
@@ -22,8 +22,8 @@ class _Replicas(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         # The first batch made the plan; from the second on all workers take part.
         strategy: Any = trainer.strategy
-        while index == 1 and sum(w.ready for w in strategy._session.roster.workers.values()) < strategy.thread_workers:
-            strategy._peer.run(_moment())
+        if index == 1:
+            wait(strategy, lambda: ready(strategy) >= strategy.thread_workers)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         strategy: Any = trainer.strategy
@@ -132,15 +132,10 @@ class _JoinAt(pl.Callback):
         if trainer.global_step == self.step:
             strategy._local.start(99)
             # Training goes on while it joins; here it waits, so that the test knows the step at which it is there.
-            while len(strategy._session.roster.workers) < strategy.thread_workers + 1:
-                strategy._peer.run(_moment())
+            wait(strategy, lambda: len(strategy._session.roster.workers) > strategy.thread_workers)
+        if trainer.global_step == self.step + 4:  # It has had four steps for its download; a busy machine gets more.
+            wait(strategy, lambda: ready(strategy) > strategy.thread_workers)
         self.seen.append(len(strategy.report()["workers"]))
-
-
-async def _moment() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.05)
 
 
 def test_a_worker_that_joins_late_has_the_same_state() -> None:

@@ -1,6 +1,5 @@
 """Workers move to where they are needed, and the weights are those of a run without moves, bit for bit."""
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -17,10 +16,9 @@ from torch import nn
 from lightning_swarm.callbacks import Rebalancing, SwarmMonitor
 from lightning_swarm.policies.rebalancing import Move, PaperRebalancer, Rebalancer
 from lightning_swarm.policies.utilization import SwarmLoad
-from lightning_swarm.swarm.calls import LoadRecord, StateRequest
+from lightning_swarm.swarm.calls import LoadRecord
 from lightning_swarm.trainer.roster import Roster
-from lightning_swarm.worker.state import StageState
-from tests.harness import Outcome, difference, fit_swarm
+from tests.harness import Outcome, difference, digests, fit_swarm, wait
 from tests.models import CASES, GPT, Regressor
 
 CASE = CASES["gpt"]
@@ -67,27 +65,6 @@ def counts(strategy: Any) -> list[int]:
 
 def counters(run: Outcome) -> Counter[str]:
     return Counter(run.trainer.strategy.report()["counters"])
-
-
-async def _moment() -> None:
-    await asyncio.sleep(0.02)
-
-
-def wait(strategy: Any, ready: Callable[[], bool]) -> None:
-    while not ready():
-        strategy._peer.run(_moment())
-
-
-def digests(strategy: Any, stage: int) -> set[str]:
-    """Of the states of all workers of a stage: one if they are the same bit for bit."""
-    session = strategy._session
-    request = StateRequest(session._identity.session, session._plan_version, stage).to_dict()
-
-    async def ask(peer: str) -> str:
-        header, tensors = await session._node.call(peer, "state", request, deadline_s=10.0)
-        return StageState.from_wire(header, tensors).digest()
-
-    return {strategy._peer.run(ask(worker.peer)) for worker in session.roster.at_stage(stage)}
 
 
 class Script(pl.Callback):

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.faults import Kind, Reply
-from lightning_swarm.swarm.calls import StateRequest
 from lightning_swarm.testing import Fault, Faults
 from lightning_swarm.worker.state import StageState
-from tests.harness import AllAtWork, Outcome, difference, fit_swarm, wait
+from tests.harness import AllAtWork, Outcome, difference, digests, fit_swarm, wait
 from tests.models import CASES, GPT
 
 STEPS, JOIN_AT = 8, 2
@@ -53,21 +52,10 @@ class Join(pl.Callback):
             self.arrive()
             wait(strategy, lambda: self._there(workers))
         if index == STEPS - 1:
-            self.digests = _digests(strategy, 0)
+            self.digests = digests(strategy, 0)
 
     def _there(self, workers: dict[str, Any]) -> bool:
         return any(worker.ready for peer, worker in workers.items() if peer not in self.others)
-
-
-def _digests(strategy: Any, stage: int) -> set[str]:
-    session = strategy._session
-    request = StateRequest(session._identity.session, session._plan_version, stage).to_dict()
-
-    async def ask(peer: str) -> str:
-        header, tensors = await session._node.call(peer, "state", request, deadline_s=30.0)
-        return StageState.from_wire(header, tensors).digest()
-
-    return {strategy._peer.run(ask(worker.peer)) for worker in session.roster.at_stage(stage)}
 
 
 class StateFaults(Faults):
