@@ -6,7 +6,8 @@ cores; everything else is real: processes that end by ``SIGKILL``, transport, Li
 * With two workers a stage: one is killed at each moment of the protocol in turn. Its stage goes on with one worker for
   the rest of the step, which is part of the extra time. Between two kills the worker is started again, which is not.
 * With one worker a stage: it is killed when the snapshot is five steps old. The swarm waits until another one has
-  started (measured, and taken off), goes back to the snapshot and makes these steps again.
+  started (measured, and taken off), goes back to the snapshot and makes these steps again; or, with
+  ``log_gradients=True``, goes on at the step under way.
 
     python benchmarks/recovery.py [--pause 0.05] [--microbatches 32] [--json FILE]
 """
@@ -80,14 +81,14 @@ def train(order: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     microbatches, workers = order["microbatches"], order["workers"]
     options = {"workers": workers, "microbatches": microbatches, "snapshot_every_n_steps": SNAPSHOT_EVERY}
-    strategy = SwarmStrategy(stages=["pauses.1", "pauses.2"], **options)
+    strategy = SwarmStrategy(stages=["pauses.1", "pauses.2"], log_gradients=order["log_gradients"], **options)
     if os.environ.get("LIGHTNING_SWARM_LOCAL_INDEX") == VICTIM:
         first = Path(order["file"] + " victim")
-        faults = [] if first.exists() else [Fault("kill", "forward", step=LOST_AT)]
+        middle = range(microbatches // 2, microbatches)
+        faults = [] if first.exists() else [Fault("kill", "forward", step=LOST_AT, microbatch=middle[0])]
         first.touch()
         if workers > STAGES:
             # In the middle of the step. Its worker gets every other microbatch, or so.
-            middle = range(microbatches // 2, microbatches)
             faults = [
                 Fault("kill", moment, step=FIRST + APART * k, microbatch=microbatch)
                 for k, moment in enumerate(MOMENTS)
@@ -132,17 +133,19 @@ def main() -> None:
     settings = {"pause_s": arguments.pause, "microbatches": arguments.microbatches}
     report = Report("recovery", stages=STAGES, **settings)
     kills = {FIRST + APART * k: moment for k, moment in enumerate(MOMENTS)}
-    two = measure(workers=2 * STAGES, steps=max(kills) + 2, **settings)
+    two = measure(workers=2 * STAGES, steps=max(kills) + 2, log_gradients=False, **settings)
     normal_s = statistics.median(s for step, s in enumerate(two["steps_s"]) if step > 1 and step not in kills)
     report.figure("a step, two workers a stage", normal_s, "s", json.dumps(two["counters"]))
     for step, moment in kills.items():
         report.ratio(f"killed at {moment!r}: extra time / step", two["steps_s"][step] / normal_s - 1, at_most=1.0)
-    one = measure(workers=STAGES, steps=LOST_AT + 3, **settings)
-    normal_s = statistics.median(s for step, s in enumerate(one["steps_s"]) if step > 1 and step != LOST_AT)
-    report.figure("a step, one worker a stage", normal_s, "s", json.dumps(one["counters"]))
-    report.figure("the last worker's start", one["start_s"], "s")
-    extra_s = one["steps_s"][LOST_AT] - normal_s - one["start_s"]
-    report.ratio("last worker killed: (extra time - start) / step", extra_s / normal_s, at_most=2.0)
+    for logged in (False, True):
+        what = "gradients logged" if logged else "steps repeated"
+        one = measure(workers=STAGES, steps=LOST_AT + 3, log_gradients=logged, **settings)
+        normal_s = statistics.median(s for step, s in enumerate(one["steps_s"]) if step > 1 and step != LOST_AT)
+        report.figure(f"a step, one worker a stage, {what}", normal_s, "s", json.dumps(one["counters"]))
+        report.figure("the last worker's start", one["start_s"], "s")
+        extra_s = one["steps_s"][LOST_AT] - normal_s - one["start_s"]
+        report.ratio(f"last worker killed, {what}: (extra time - start) / step", extra_s / normal_s, at_most=2.0)
     report.finish(arguments.json)
 
 

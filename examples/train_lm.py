@@ -110,7 +110,7 @@ def main() -> None:
         accelerator="cpu",
         max_epochs=1,
         limit_train_batches=args.steps,
-        val_check_interval=0.25,
+        val_check_interval=0.5,
         log_every_n_steps=5,
         logger=TensorBoardLogger("lightning_logs", name="train_lm"),
         callbacks=[checkpoint := ModelCheckpoint(monitor="val_loss")],

@@ -116,6 +116,10 @@ class SwarmStrategy(Strategy):
         snapshot_every_n_steps: After how many steps the trainer brings its copy of the model up to date, so that a
             stage that loses its last worker can start again from there. More often costs traffic, less often more
             steps to repeat.
+        log_gradients: Whether the trainer also fetches the summed gradients of every step, so that a worker can take
+            over a stage that has lost its last one from the trainer's copy and these gradients, without any step being
+            done again. Costs a fetch of the parameters' size from each stage in each step, beside the training, and
+            the trainer that much memory for every step since its copy: lower ``snapshot_every_n_steps``.
         snapshot_dir: A directory where the trainer also keeps that copy, as a plain Lightning checkpoint; the newest
             two stay. ``trainer.fit(..., ckpt_path="swarm")`` goes on from the newest one, or from what the workers hold
             if that is newer.
@@ -156,6 +160,7 @@ class SwarmStrategy(Strategy):
         reduce_codec: Literal["none", "fp16", "bf16", "int8"] = "none",
         reproducible: bool = False,
         snapshot_every_n_steps: int = 50,
+        log_gradients: bool = False,
         snapshot_dir: str | Path | None = None,
         startup_timeout: float = 300.0,
         trainer_timeout: float = 600.0,
@@ -226,6 +231,7 @@ class SwarmStrategy(Strategy):
         self._reduce_codec = reduce_codec
         self._reproducible = reproducible
         self._snapshot_every_n_steps = snapshot_every_n_steps
+        self._log_gradients = log_gradients
         self._snapshots = Snapshots(Path(snapshot_dir)) if snapshot_dir is not None else None
         self._startup_timeout_s = startup_timeout
         self._trainer_timeout_s = trainer_timeout
@@ -464,6 +470,7 @@ class SwarmStrategy(Strategy):
             snapshot_every_n_steps=self._snapshot_every_n_steps,
             startup_timeout_s=self._startup_timeout_s,
             outbox_bytes=self._outbox_bytes,
+            log_gradients=self._log_gradients,
             codec=self._codec,
             reduce_codec=self._reduce_codec,
             reproducible=self._reproducible,

@@ -1,15 +1,18 @@
 """Workers vanish in the middle of a step, and the weights are those of an undisturbed run, bit for bit."""
 
 import threading
+import time
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from torch import Tensor, nn
 
 from lightning_swarm.faults import Moment
 from lightning_swarm.testing import Fault, Faults
+from lightning_swarm.trainer.roster import Roster
 from tests.harness import Outcome, difference, fit_swarm, ready, wait
-from tests.models import CASES, GPT
+from tests.models import CASES, GPT, Regressor
 
 CASE = CASES["gpt"]
 STEPS = 8
@@ -116,3 +119,47 @@ def test_a_stages_only_worker_that_becomes_slow_is_waited_for(moment: Moment, un
     report = run.trainer.strategy.report()  # type: ignore[attr-defined]
     assert len(faults.fired) == 1 and report["bans"] == []
     assert "leaves" not in report["counters"] and "stages lost" not in report["counters"]
+
+
+class Pause(nn.Module):
+    """Takes its time."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return x
+
+
+class SlowDown(pl.Callback):
+    """The pause becomes fifty times as long in the middle of training."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        Pause.seconds = 0.1 if index < 4 else 5.0
+
+
+def test_a_stages_only_worker_that_has_become_fifty_times_slower_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its microbatches takes longer than the deadline that what it did before has given it."""
+
+    def fit(*callbacks: pl.Callback) -> Outcome:
+        def make() -> pl.LightningModule:
+            return Regressor(nn.Sequential(nn.Linear(12, 8), Pause(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
+
+        options = {"microbatches": 2, "reproducible": True}
+        return fit_swarm(make, CASES["mlp"].loader(5), ["net.1", "net.4"], swarm=options, callbacks=callbacks)
+
+    monkeypatch.setattr(Pause, "seconds", 0.0)
+    undisturbed = fit()
+    waited, waits_for = [], Roster.waits_for
+
+    def count(*args: Any) -> bool:
+        waited.append(args)
+        return waits_for(*args)
+
+    monkeypatch.setattr(Roster, "waits_for", count)
+    run = fit(SlowDown())
+    _same(run, undisturbed)
+    report = run.trainer.strategy.report()  # type: ignore[attr-defined]
+    assert waited, "the deadline has passed"
+    assert report["bans"] == [] and not {"leaves", "stages lost"} & report["counters"].keys()
+    assert [stage["processed"] for stage in report["by_stage"]] == [10, 10, 10]

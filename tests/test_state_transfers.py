@@ -64,6 +64,8 @@ class StateFaults(Faults):
     def __init__(self) -> None:
         super().__init__([])
         self.asked = threading.Event()
+        self.stream: Any = None
+        """By which it is sent."""
 
     async def around(
         self,
@@ -79,6 +81,8 @@ class StateFaults(Faults):
         awaited = call == "state" and caller != worker.trainer and worker.service.server.version == JOIN_AT
         if awaited and not self.asked.is_set():
             self.asked.set()
+            me = asyncio.current_task()
+            self.stream = next(stream for stream in worker.node._answerer.streams if stream._task is me)
             return await asyncio.to_thread(self.happen, *reply)
         return reply
 
@@ -98,6 +102,33 @@ class Held(StateFaults):
         """As it is, but later."""
         self.release.wait()
         return header, tensors
+
+
+class Halved(StateFaults):
+    """Half of its bytes are sent, then the donor vanishes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = self.withheld = 0
+
+    def happen(self, header: dict[str, Any], tensors: Sequence[Tensor]) -> Reply:
+        """As it is."""
+        self.stream.send = self._send_half
+        return header, tensors
+
+    def _send_half(self, frame: Sequence[Any]) -> None:
+        whole = b"".join(bytes(part) for part in frame)
+        self.sent = len(whole) // 2
+        self.withheld = len(whole) - self.sent
+        self.stream.transport.write(whole[: self.sent])
+        self._vanish()
+
+    def _vanish(self) -> None:
+        if self.stream.transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(0.01, self._vanish)
+        else:
+            donor = self.stream._answerer.context.peer_id
+            threading.Thread(target=self._kill, args=(donor,), daemon=True).start()
 
 
 class Ruined(StateFaults):
@@ -142,6 +173,16 @@ def test_a_donor_that_vanishes_or_sends_what_is_damaged_is_followed_by_another(
     run = fit(faults, join)
     _same(run, undisturbed)
     _joined_whole(run, join)
+
+
+def test_a_donor_that_vanishes_at_half_of_the_state_is_followed_by_another(undisturbed: Outcome) -> None:
+    halved = Halved()
+    join = Join(begun=halved.asked.is_set)
+    run = fit(halved, join)
+    _same(run, undisturbed)
+    assert halved.sent > 1000 and halved.withheld > 1000
+    _joined_whole(run, join)
+    assert run.trainer.strategy.report()["counters"]["leaves"] >= 1, "the donor's"  # type: ignore[attr-defined]
 
 
 def test_a_donor_whose_parameters_are_nan_is_followed_by_another(undisturbed: Outcome) -> None:

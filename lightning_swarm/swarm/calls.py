@@ -220,6 +220,21 @@ class CommitRequest(Message):
     position: bytes = b""
     """For a trainer that is started again, as is ``effects``; see ``trainer/position.py``."""
     effects: tuple[bytes, ...] = ()
+    logged: bool = False
+    """Whether the worker keeps the sums for the trainer, until the next commit, under :func:`log_key`."""
+
+
+def log_key(step: int) -> str:
+    """Where a worker's outbox has a step's :class:`LoggedSums`."""
+    return f"log/{step}"
+
+
+@dataclass(frozen=True)
+class LoggedSums(Message):
+    """What a stage has made a step with; one vector a group goes with it."""
+
+    commit: CommitRequest
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True)
@@ -284,6 +299,16 @@ class StateRequest(Message):
     session: int
     plan_version: int
     stage: int
+
+
+@dataclass(frozen=True)
+class LogRequest(Message):
+    """Asks for the :class:`LoggedSums` of a step of a stage."""
+
+    session: int
+    plan_version: int
+    stage: int
+    step: int
 
 
 @dataclass(frozen=True)

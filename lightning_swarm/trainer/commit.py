@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_swarm.policies.banning import Cause
@@ -101,14 +101,18 @@ class StepEnd:
         pipeline: Repeats what is lost.
         plan: Which parameters each stage holds.
         session: The session's number.
+        logged: Whether a worker of each stage is to keep what it made the last step with, for the trainer to fetch.
     """
 
-    def __init__(self, node: Node, roster: Roster, pipeline: Pipeline, plan: Plan, session: int) -> None:
+    def __init__(
+        self, node: Node, roster: Roster, pipeline: Pipeline, plan: Plan, session: int, logged: bool = False
+    ) -> None:
         self._node = node
         self._roster = roster
         self._pipeline = pipeline
         self._plan = plan
         self._session = session
+        self._logged = logged
         self._step = _Step(-1)
         self._allow_nan = False
         """Whether gradients had NaN without a suspect, so that it is the model's own."""
@@ -136,7 +140,7 @@ class StepEnd:
         record: StepRecord,
         boundary: asyncio.Lock,
         committed: Callable[[], None],
-    ) -> None:
+    ) -> dict[int, str]:
         """Reduce and commit one step.
 
         Args:
@@ -146,6 +150,9 @@ class StepEnd:
             record: What workers are to keep for a trainer that is started again.
             boundary: Held while the group is fixed: nobody joins between a reduction and its commit.
             committed: Called before the boundary is free again.
+
+        Returns:
+            By stage, who keeps what it made the step with; nobody, if that is not wanted.
 
         Raises:
             SwarmError: The reduction failed again and again.
@@ -161,10 +168,10 @@ class StepEnd:
                 if reduced and not self._open_groups():
                     self._judge()
                     with self._pipeline.sealed():
-                        await self._commit(step, hyperparameters, clipping, record)
+                        keepers = await self._commit(step, hyperparameters, clipping, record)
                     self._pipeline.forget()
                     committed()
-                    return
+                    return keepers
         raise SwarmError(f"Step {step} could not be reduced in {_MOST_ATTEMPTS} attempts.")
 
     def _judge(self) -> None:
@@ -321,8 +328,12 @@ class StepEnd:
 
     async def _commit(
         self, step: int, hyperparameters: list[dict[str, Any]], clipping: Clipping, record: StepRecord
-    ) -> None:
-        """Apply what was reduced; after this the step is made, whoever missed it."""
+    ) -> dict[int, str]:
+        """Apply what was reduced; after this the step is made, whoever missed it.
+
+        Returns:
+            As :meth:`finish`.
+        """
         reduced = self._step.reduced.values()
         scale = 1.0
         if clipping.norm is not None:
@@ -340,12 +351,15 @@ class StepEnd:
             absent=tuple(name for group in reduced for name in sorted(group.absent)),
             position=record.position,
             effects=record.effects,
-        ).to_dict()
+        )
+        stages = range(self._roster.stages) if self._logged else ()
+        keepers = {stage: workers[0].peer for stage in stages if (workers := self._roster.at_stage(stage))}
 
         async def commit(worker: Worker) -> None:
+            header = replace(request, logged=worker.peer in keepers.values()).to_dict()
             for refusal in range(_MOST_REFUSALS):
                 try:
-                    await self._node.call(worker.peer, "commit", request, deadline_s=_CALL_DEADLINE_S)
+                    await self._node.call(worker.peer, "commit", header, deadline_s=_CALL_DEADLINE_S)
                     return
                 except PeerBusy:
                     self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
@@ -356,6 +370,7 @@ class StepEnd:
         _, errors = await self._call_all(list(self._roster.workers.values()), commit, "commit")
         for peer, error in errors.items():
             self._give_up(peer, "commit", error)
+        return {stage: peer for stage, peer in keepers.items() if peer not in errors}
 
     def _stages_of(self, group: Group) -> set[int]:
         return {self._roster.workers[member.peer].stage for member in group.members}

@@ -72,7 +72,7 @@ class Roster:
         tally: Where events are counted.
         startup_timeout_s: How long a stage may stay without any worker.
         check: Called while waiting; raises what makes waiting pointless (a local worker that died at its start).
-        replaceable: Whether somebody besides a stage's workers has its current state.
+        replaceable: Whether somebody besides a stage's workers has its current state, or is about to.
         state_bytes: What a stage's state takes of a worker's memory.
         bans: Whom to leave alone.
     """
@@ -83,7 +83,7 @@ class Roster:
         tally: Tally,
         startup_timeout_s: float,
         check: Callable[[], None],
-        replaceable: Callable[[], bool],
+        replaceable: Callable[[int], bool],
         state_bytes: Callable[[int], int],
         bans: BanList | None = None,
     ) -> None:
@@ -185,7 +185,7 @@ class Roster:
             for stage in empty:
                 if self.at_stage(stage, ready=False):
                     self._abandoned.discard(stage)
-                elif stage in self._abandoned or not self._replaceable():
+                elif stage in self._abandoned or not self._replaceable(stage):
                     raise StageLost(stage)
             now = time.monotonic()
             names = ", ".join(map(str, empty))

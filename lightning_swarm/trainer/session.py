@@ -27,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     FinishRequest,
     JoinReply,
     JoinRequest,
+    LogRequest,
     PreparedRequest,
     ReadyRequest,
     StateRequest,
@@ -38,6 +39,7 @@ from lightning_swarm.swarm.node import Node
 from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
 from lightning_swarm.trainer.flight import Flight, Job
+from lightning_swarm.trainer.gradient_log import GradientLog
 from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.moves import Moves
 from lightning_swarm.trainer.origin import Origin
@@ -71,6 +73,7 @@ class Settings:
     reproducible: bool
     run_seed: int
     outbox_bytes: int | None = None
+    log_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ class Session:
         self._boundary = asyncio.Lock()
         self._origin_lock = asyncio.Lock()
         self._redo = RedoLog(self.step)
+        self._gradient_log = GradientLog(node)
         self._snapshot: asyncio.Task[None] | None = None
         self._write_snapshot = write_snapshot
         self._written = self.step
@@ -172,6 +176,7 @@ class Session:
             "leave": self.leave,
             "ping": self.ping,
             "state": self.state,
+            "log": self.log,
         }
 
     # Calls of workers
@@ -196,7 +201,9 @@ class Session:
             return JoinReply("wait").to_dict(), []
         async with self._boundary:
             assert self.plan is not None and self.roster is not None and self.pipeline is not None
-            if caller in self.roster.workers:
+            if (known := self.roster.workers.get(caller)) is not None:
+                if not known.ready:  # It may be the log that it could not take its stage from.
+                    self._gradient_log.drop(known.stage)
                 self.pipeline.lose(caller)
             stage = self._kept_stage(caller)
             keeps = stage is not None
@@ -207,6 +214,8 @@ class Session:
                 return JoinReply("wait").to_dict(), []
             if keeps:
                 assignment = replace(assignment, donors=(caller, *assignment.donors))
+            elif assignment.donors == (self._node.peer_id,) and self._since_origin:
+                self.counters["stages rebuilt"] += 1
             self.roster.join(caller, request.device, request.local_index, stage, request.memory_bytes)
             self._joined(request.local_index, stage)
         log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
@@ -225,7 +234,7 @@ class Session:
         """
         assert self.plan is not None and self.roster is not None
         donors = [worker.peer for worker in self.roster.at_stage(stage)]
-        if self.origin.version == self.step:
+        if self._gradient_log.covers(stage, self._since_origin):
             donors.append(self._node.peer_id)
         if not donors:
             return None
@@ -241,6 +250,11 @@ class Session:
             reproducible=self._settings.reproducible,
             outbox_bytes=self._outbox_bytes(stage, memory_bytes),
         )
+
+    @property
+    def _since_origin(self) -> range:
+        """The steps that the trainer's copy of the model lacks."""
+        return range(self.origin.version, self.step)
 
     def _outbox_bytes(self, stage: int, memory_bytes: int) -> int | None:
         """What a worker with so much memory (0: it does not say) may keep for its neighbours."""
@@ -307,13 +321,25 @@ class Session:
         return {"member": member, "session": self._identity.session}, []
 
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
-        """A slice of the whole model, while that is of the current step."""
+        """A slice of the whole model, while that is of the current step or can be brought there."""
         request = StateRequest.from_dict(header)
-        if self.plan is None or request.plan_version != self._plan_version or self.origin.version != self.step:
+        if (
+            self.plan is None
+            or request.plan_version != self._plan_version
+            or not self._gradient_log.covers(request.stage, self._since_origin)
+        ):
             raise PeerStale("the trainer's copy of the model is not of this step")
         async with self._origin_lock:
             state = self.origin.stage_state(self.plan, request.stage)
             return await asyncio.to_thread(state.to_wire)
+
+    async def log(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """What a stage made a step with that the trainer's copy of the model lacks."""
+        request = LogRequest.from_dict(header)
+        entry = self._gradient_log.entry(request.stage, request.step)
+        if entry is None or request.plan_version != self._plan_version:
+            raise PeerStale(f"the gradients of stage {request.stage} in step {request.step} are not here")
+        return dict(entry.header), entry.tensors
 
     # The strategy's wishes; coroutines of the node's loop
 
@@ -330,12 +356,15 @@ class Session:
             self.tally,
             self._settings.startup_timeout_s,
             self._check,
-            replaceable=lambda: self.origin.version == self.step,
+            replaceable=lambda stage: self._gradient_log.may_cover(stage, self._since_origin),
             state_bytes=self._state_bytes,
             bans=self._bans,
         )
         self.pipeline = Pipeline(self._node, self.roster, self._settings.in_flight)
-        self._step_end = StepEnd(self._node, self.roster, self.pipeline, plan, self._identity.session)
+        self._gradient_log.clear()
+        self._step_end = StepEnd(
+            self._node, self.roster, self.pipeline, plan, self._identity.session, self._settings.log_gradients
+        )
         self.moves = Moves(self._node, self.roster, self.pipeline, self._boundary, self._assignment)
         self._planned_event.set()
         if replaced is not None and old is not None:
@@ -502,9 +531,12 @@ class Session:
 
     async def _finish(self, ending: StepEnding) -> None:
         assert self._step_end is not None and self.moves is not None
-        await self._step_end.finish(
-            self.step, list(ending.hyperparameters), ending.clipping, ending.record, self._boundary, self._committed
+        await self._gradient_log.settle()  # A worker keeps one step's.
+        step = self.step
+        keepers = await self._step_end.finish(
+            step, list(ending.hyperparameters), ending.clipping, ending.record, self._boundary, self._committed
         )
+        self._gradient_log.fetch(step, keepers)
         await self.moves.switch(self._identity.session, self._plan_version, self.step)
 
     def _committed(self) -> None:
@@ -561,6 +593,7 @@ class Session:
             if states[0].version > self.origin.version:
                 await asyncio.to_thread(self.origin.update, list(states))
                 self._redo.forget(self.origin.version)
+                self._gradient_log.forget(self.origin.version)
 
     async def _stage_state(self, stage: int, step: int) -> StageState:
         assert self.roster is not None
@@ -582,6 +615,7 @@ class Session:
 
     async def finish(self, failed: bool, outcome: Any) -> None:
         """The session is over: workers return from their Lightning call."""
+        self._gradient_log.clear()
         if self._snapshot is not None:
             self._snapshot.cancel()
             await asyncio.wait({self._snapshot})

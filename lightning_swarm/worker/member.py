@@ -27,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     FinishRequest,
     JoinReply,
     JoinRequest,
+    LogRequest,
     MoveRequest,
     PreparedRequest,
     ReadyRequest,
@@ -37,7 +38,7 @@ from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming, Shapes
-from lightning_swarm.worker.service import Reply, WorkerService
+from lightning_swarm.worker.service import Commits, Reply, WorkerService, logged_commit
 from lightning_swarm.worker.stage_server import StageServer
 from lightning_swarm.worker.state import StageState, StateRejected, fetch_state
 
@@ -47,6 +48,7 @@ _ASK_DEADLINE_S = 30.0
 _PING_EVERY_S = 5.0
 _AGAIN_AFTER_S = 0.5
 _LINGER_S = 1.0
+_LOG_DEADLINE_S = 600.0
 _CALLS_OF_TRAINER = ("process", "reduce", "commit", "move", "finish")
 
 
@@ -238,7 +240,7 @@ class Member:
     async def _take(self, assignment: Assignment, incoming: Incoming | None = None) -> None:
         """Become a worker of the assigned stage; its state is there already if it was incoming, or is held."""
         hosted = self._hosted
-        state = incoming.state if incoming is not None else None
+        state, commits = incoming.state if incoming is not None else None, Commits()
         if self._node.peer_id in assignment.donors:
             state = await self.service.held_state(assignment)
         self.service.end()
@@ -258,7 +260,9 @@ class Member:
         if hosted.optimizer is not None:
             _narrow(hosted.optimizer, self._names, server.stage.owned_parameters())
         self.service.begin(server, hosted.optimizer, incoming)
-        await self.service.load(state or await self._download(assignment))
+        if state is None:
+            state, commits = await self._download(assignment)
+        await self.service.load(state, commits)
         while True:
             version = server.version
             ready = ReadyRequest(assignment.session, assignment.plan_version, assignment.stage, version or 0)
@@ -303,7 +307,7 @@ class Member:
         """Fetch the state of the stage to move to, and tell the trainer how that went."""
         problem = ""
         try:
-            incoming.arrived(await self._download(incoming.assignment))
+            incoming.arrived(*await self._download(incoming.assignment))
         except SwarmError as error:
             problem = str(error)
         assignment = incoming.assignment
@@ -314,7 +318,8 @@ class Member:
             # What was prepared goes with the next commit that does not concern it; a reduction may still do so.
             log.info("The move to stage %d is off: %s", assignment.stage, error)
 
-    async def _download(self, assignment: Assignment) -> StageState:
+    async def _download(self, assignment: Assignment) -> tuple[StageState, Commits]:
+        """The stage's state and, where it is not that of the current step, what the steps since then were made with."""
         request = StateRequest(assignment.session, assignment.plan_version, assignment.stage)
         problems = []
         for donor in assignment.donors:
@@ -323,13 +328,18 @@ class Member:
             self.service.downloads += 1
             try:
                 state = await fetch_state(self._node, donor, request)
-                if await asyncio.to_thread(state.is_finite):
-                    return state
-                raise StateRejected("it has parameters that are not finite")
+                if not await asyncio.to_thread(state.is_finite):
+                    raise StateRejected("it has parameters that are not finite")
+                steps = range(state.version, assignment.step)
+                return state, {step: await self._logged(donor, assignment, step) for step in steps}
             except SwarmError as error:
                 log.warning("No state of stage %d from %s: %s", assignment.stage, donor, error)
                 problems.append(f"{donor}: {error}")
         raise SwarmError(f"Nobody could give the state of stage {assignment.stage}: {'; '.join(problems)}")
+
+    async def _logged(self, donor: str, assignment: Assignment, step: int) -> Any:
+        request = LogRequest(assignment.session, assignment.plan_version, assignment.stage, step)
+        return logged_commit(*await self._node.call(donor, "log", request.to_dict(), deadline_s=_LOG_DEADLINE_S))
 
     async def _until_finished(self) -> FinishRequest:
         """Wait for the end of the session; look after the trainer when it is silent.

@@ -27,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     FinishRequest,
     Group,
     Holding,
+    LoggedSums,
     ProbeReply,
     ProbeRequest,
     ReduceReply,
@@ -36,8 +37,9 @@ from lightning_swarm.swarm.calls import (
     Wait,
     WorkerStats,
     buffers_group,
+    log_key,
 )
-from lightning_swarm.swarm.errors import PeerStale
+from lightning_swarm.swarm.errors import PeerStale, ProtocolError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox, fetch
 from lightning_swarm.swarm.tree import decode_tree
@@ -68,6 +70,10 @@ class Reduced:
     """``None`` where the worker is alone and the sum stands in the accumulator."""
 
 
+Commits = dict[int, tuple[list[Reduced], CommitRequest]]
+"""What a stage makes its steps with, by step."""
+
+
 class WorkerService:
     """Answers ``process``, ``fetch``, ``reduce``, ``commit``, ``state`` and ``finish``.
 
@@ -90,7 +96,7 @@ class WorkerService:
         """The last commit that was applied, for others to be told of it when the trainer cannot."""
         self._reduced: dict[str, Reduced] = {}
         """Of the step under way, by group."""
-        self._queued: dict[int, tuple[list[Reduced], CommitRequest]] = {}
+        self._queued: Commits = {}
         self._fetches: dict[int, tuple[str, str, float]] = {}
         """Those under way: peer, key and when they began."""
         self._fetch_count = itertools.count()
@@ -182,6 +188,8 @@ class WorkerService:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._begun.wait(), _BEGIN_WITHIN_S)
         server = self._serving(request.session)
+        async with self._commit_lock:  # The state may have come, and the steps that came after it are being applied.
+            pass
         if server.version not in (None, request.step):
             raise PeerStale(f"this worker is at step {server.version}, not {request.step}")
         held = _of_step(server, request.step)
@@ -273,7 +281,7 @@ class WorkerService:
                 self._queued[request.step] = (reduced, request)
             else:
                 await self._apply(server, reduced, request)
-            finished = f"reduce/{request.step}/"
+            finished = f"reduce/{request.step}/", log_key(request.step - 1)
             self.outbox.drop(lambda key: str(key).startswith(finished))
         return {}, []
 
@@ -308,6 +316,8 @@ class WorkerService:
         started = time.perf_counter()
         accumulator = server.accumulator
         absent = frozenset(request.absent)
+        if request.logged:
+            reduced = self._log(server, reduced, request)
         for of_group in reduced:
             names, vector = of_group.group.parameters, of_group.vector
             if names:
@@ -327,6 +337,26 @@ class WorkerService:
         server.arrive(request.step + 1)
         self._commit_s += time.perf_counter() - started
 
+    def _log(self, server: StageServer, reduced: list[Reduced], request: CommitRequest) -> list[Reduced]:
+        """Keep the sums for the trainer. On the compute thread.
+
+        Returns:
+            The same sums, all as vectors: what another worker makes this step with must not differ in a bit.
+        """
+        summed = []
+        for of_group in reduced:
+            vector, names = of_group.vector, of_group.group.parameters
+            if vector is None and names:
+                vector = server.accumulator.flat(names)[0].to(server.accumulator.dtype(names)).contiguous()
+            elif vector is None:
+                vector = server.buffer_sums()
+            summed.append(replace(of_group, vector=vector))
+        log = LoggedSums(replace(request, logged=False), tuple(r.group for r in summed))
+        # Copies: the vectors become gradients, which clipping changes in place.
+        copies = [r.vector.clone() for r in summed if r.vector is not None]
+        self.outbox.put(log_key(request.step), copies, log.to_dict())
+        return summed
+
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The state of this worker's stage, as of its step."""
         request = StateRequest.from_dict(header)
@@ -344,8 +374,12 @@ class WorkerService:
         parameters, buffers = server.stage.owned_parameters(), server.buffers_of_version()
         return StageState.capture(server.version or 0, parameters, buffers, self.optimizer, copy=copy)
 
-    async def load(self, state: StageState) -> int:
-        """Take over a stage's state, then apply the steps that were committed meanwhile.
+    async def load(self, state: StageState, commits: Commits) -> int:
+        """Take over a stage's state, then apply the steps that came after it and were committed meanwhile.
+
+        Args:
+            state: Of any step.
+            commits: Of steps from there on, besides those that were queued here.
 
         Returns:
             The step that this worker is at now.
@@ -354,9 +388,9 @@ class WorkerService:
         assert server is not None
         async with self._commit_lock:
             await self.executor.do(Priority.COMMIT, lambda: self._load(server, state))
-            for step in sorted(self._queued):
+            for step, commit in sorted({**commits, **self._queued}.items(), key=lambda item: item[0]):
                 if step >= state.version:
-                    await self._apply(server, *self._queued[step])
+                    await self._apply(server, *commit)
             self._queued.clear()
         assert server.version is not None
         return server.version
@@ -429,6 +463,18 @@ class WorkerService:
             yield
         finally:
             del self._fetches[number]
+
+
+def logged_commit(header: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Reduced], CommitRequest]:
+    """What :meth:`WorkerService.commit` has kept for the trainer.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    log = LoggedSums.from_dict(header)
+    if len(tensors) != len(log.groups):
+        raise ProtocolError(f"{len(tensors)} vectors came with the sums of {len(log.groups)} groups.")
+    return [Reduced(g, 0, frozenset(), vector) for g, vector in zip(log.groups, tensors)], log.commit
 
 
 def _of_step(server: StageServer, step: int) -> frozenset[str]:

@@ -73,7 +73,7 @@ class Swarm:
 
     def __init__(self, *workers: tuple[str, int]) -> None:
         self.wire = Wire()
-        self.roster = Roster(2, Tally(), 10.0, check=lambda: None, replaceable=lambda: False, state_bytes=lambda _: 0)
+        self.roster = Roster(2, Tally(), 10.0, check=lambda: None, replaceable=lambda _: False, state_bytes=lambda _: 0)
         for peer, stage in workers:
             self.join(peer, stage)
         self.pipeline = Pipeline(self.wire, self.roster, in_flight=4)  # type: ignore[arg-type]

@@ -34,7 +34,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def make(*workers: tuple[str, int], bans: BanList | None = None) -> Roster:
     """Two stages, and all workers at work."""
-    roster = Roster(2, Tally(), 10.0, check=lambda: None, replaceable=lambda: False, state_bytes=lambda _: 0, bans=bans)
+    roster = Roster(
+        2, Tally(), 10.0, check=lambda: None, replaceable=lambda _: False, state_bytes=lambda _: 0, bans=bans
+    )
     for peer, stage in workers:
         come(roster, peer, stage)
     return roster
