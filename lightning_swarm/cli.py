@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run a script as a worker or trainer",
         description="Run a script as a worker or trainer. What the script itself gives SwarmStrategy counts more than "
-        "these options. SIGTERM or a spot notice lets a worker hand over its work and exit with code 0.",
+        "these options. SIGTERM, or the end of a spot notice, lets a worker hand over its work and exit with code 0.",
     )
     bootstrap = commands.add_parser("bootstrap", help="run a small always-on peer and print the join line")
     status = commands.add_parser("status", help="show who serves what, how fast, and what has happened")
@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--notice-file", type=Path, metavar="FILE", help="a file whose appearance is a spot notice")
     run.add_argument("--notice-url", metavar="URL", help="the cloud's metadata address that tells of a spot notice")
+    run.add_argument(
+        "--notice-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long after the notice the machine goes: the worker serves until 10 s before",
+    )
     run.add_argument(
         "--drained-code",
         type=int,
@@ -158,6 +165,8 @@ def _run(options: argparse.Namespace) -> int:
         raise MisconfigurationException(f"There is no script {options.script}.")
     if options.restart < 0:
         raise MisconfigurationException(f"--restart {options.restart} must be at least 0.")
+    if not options.notice_seconds >= 0:
+        raise MisconfigurationException(f"--notice-seconds {options.notice_seconds:g} must be at least 0.")
     environment = _environment(options)
     if options.restart or options.notice_file or options.notice_url or options.drained_code:
         return _run_supervised(options, environment)
@@ -200,6 +209,7 @@ def _run_supervised(options: argparse.Namespace, environment: dict[str, str]) ->
         {**os.environ, **environment},
         restarts=options.restart,
         notices=notices,
+        notice_s=options.notice_seconds,
         drained_code=options.drained_code,
     ).run()
 

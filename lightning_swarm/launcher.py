@@ -41,6 +41,7 @@ ANNOUNCE_MADDRS = "LIGHTNING_SWARM_ANNOUNCE_MADDRS"
 LOCAL_INDEX = "LIGHTNING_SWARM_LOCAL_INDEX"
 DEVICE = "LIGHTNING_SWARM_DEVICE"
 THREADS = "LIGHTNING_SWARM_THREADS"
+NOTICE = "LIGHTNING_SWARM_NOTICE"
 
 # Runs before the worker's own Python: asks the kernel (prctl, PR_SET_PDEATHSIG = 1) for SIGKILL at the parent's death,
 # which holds across exec. Done in a fresh interpreter, because code between fork and exec of a threaded process may

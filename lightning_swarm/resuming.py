@@ -47,6 +47,7 @@ class Resuming:
     Attributes:
         repeated: What the batches gave of the step that Lightning goes through once more.
         describing: Whether Lightning is asked for a position now, so that no weights need be there.
+        follows: Whether workers are to know at each step where Lightning stands.
     """
 
     def __init__(self, snapshots: Snapshots | None, run_seed: int) -> None:
@@ -54,8 +55,7 @@ class Resuming:
         self.repeated: list[Effects] = []
         self.describing = False
         self._snapshots = snapshots
-        self._follows = False
-        """Whether workers are to know at each step where Lightning stands."""
+        self.follows = False
         self._found: Path | Recovered | None = None
         self._step: int | None = None
         self._restarted = False
@@ -83,7 +83,7 @@ class Resuming:
                 f'trainer.{function}(ckpt_path="swarm"): only trainer.fit goes on from what the swarm holds. Leave '
                 "ckpt_path out after fit, or give the path of a checkpoint."
             )
-        self._follows = True
+        self.follows = True
         snapshot = self._snapshots.newest() if self._snapshots is not None else None
         problem: SwarmError | None = None
         held: Recovered | None = None
@@ -193,14 +193,14 @@ class Resuming:
             # ReduceLROnPlateau may ask for what was validated before.
             self._trainer.callback_metrics.update({name: torch.tensor(v) for name, v in self._metrics.items()})
         session = self._session
-        if self.repeated or not session.between_steps or not (self._follows or session.snapshot_is_due):
+        if self.repeated or not session.between_steps or not (self.follows or session.snapshot_is_due):
             return
         strategy: Any = self._trainer.strategy
         strategy._peer.run(session.begin_step(self._position()))
 
     def _position(self) -> bytes:
         """Lightning's checkpoint without weights and optimizer states; empty if nobody is to have it."""
-        if not self._follows and self._snapshots is None:
+        if not self.follows and self._snapshots is None:
             return b""
         with self._describe():
             position = describe_progress(self._trainer)
@@ -208,7 +208,7 @@ class Resuming:
         metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
         position[_OWN_KEY] = {"run_seed": self.run_seed, "rng": self._rng, "metrics": metrics}
         packed = pack(position)
-        if self._follows and not self._checked:
+        if self.follows and not self._checked:
             self._checked = True
             self._check(packed)
         return packed
@@ -218,7 +218,7 @@ class Resuming:
         try:
             unpack(packed)
         except pickle.UnpicklingError as error:
-            self._follows = False
+            self.follows = False
             rank_zero_warn(
                 "A restarted trainer will not be able to go on from what the workers hold, and needs a snapshot_dir: a "
                 "callback, a scheduler, the datamodule or on_save_checkpoint puts more than tensors and plain values "

@@ -31,7 +31,7 @@ class WorkerStatus:
         stage: What it serves; ``None`` while it has no stage.
         peer: Its peer id.
         device: As it says.
-        state: ``serving``, ``joining``, ``moving``, ``banned`` or ``silent``.
+        state: ``serving``, ``joining``, ``moving``, ``leaving``, ``banned`` or ``silent``.
         microbatches_per_s: While it computes; 0 while unknown.
         queued: Passes that wait for its device; ``None`` when nobody can tell.
         microbatches: That it has done in this Lightning call; ``None`` when nobody can tell.
@@ -157,6 +157,8 @@ def _from_row(row: Mapping[str, Any]) -> WorkerStatus:
         state = "silent"
     elif row.get("banned"):
         state = "banned"
+    elif row.get("leaving"):
+        state = "leaving"
     elif moving_to is not None:
         state = "moving"
     elif not row["ready"]:

@@ -22,6 +22,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -404,7 +405,8 @@ class SwarmStrategy(Strategy):
             if launching.THREADS in os.environ:
                 torch.set_num_threads(int(os.environ[launching.THREADS]))
             around = self._faults.around if self._faults is not None else None
-            self._peer = WorkerPeer(node, self._initial_peers, self._trainer_timeout_s, around)
+            notice = Path(os.environ[launching.NOTICE]) if launching.NOTICE in os.environ else None
+            self._peer = WorkerPeer(node, self._initial_peers, self._trainer_timeout_s, around, notice)
             return
         self._peer = TrainerPeer(node)
         rank_zero_info(
@@ -569,6 +571,8 @@ class SwarmStrategy(Strategy):
     def fail(self, error: BaseException) -> None:
         """The Lightning call raises: nothing may take long any more, and Lightning's teardown ends the session."""
         self._failed = True
+        if isinstance(error, SIGTERMException) and isinstance(self._peer, TrainerPeer) and self._resuming.follows:
+            self._peer.spares_holders = True
         self._patience_s = _INTERRUPTED_GATHER_S if isinstance(error, KeyboardInterrupt) else _FAILED_GATHER_S
 
     def end_call(self, failed: bool, results: Any) -> None:

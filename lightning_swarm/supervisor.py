@@ -1,19 +1,24 @@
 """Keeps one script running on a machine that may be taken back.
 
 The script runs in a process of its own. When it fails it is started again, a bounded number of times, after pauses that
-grow. SIGTERM, or a spot notice, goes to the script as SIGTERM: a worker then hands back what it was at, leaves the
-swarm and exits, and the supervisor ends with it, so that whoever started it does not start it again.
+grow. A spot notice is passed on as a file that appears: a worker then tells the trainer that it will leave, and serves
+on while others take its place. SIGTERM, or the end of the notice's time, goes to the script as SIGTERM: a worker hands
+back what it was at, leaves the swarm and exits, and the supervisor ends with it, so that whoever started it does not
+start it again.
 """
 
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from lightning_swarm.launcher import following
+from lightning_swarm.launcher import NOTICE, following
 from lightning_swarm.notices import Notice
 
 __all__ = ["USAGE", "Supervisor", "pause_s"]
@@ -24,6 +29,8 @@ USAGE = 2
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _WELL_AFTER_S = 600.0
+_HAND_OVER_S = 10.0
+"""What is left of a notice's time when the script is told to hand over."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -41,6 +48,7 @@ class Supervisor:
         restarts: How many failures in a row are answered with a new start. One after ten minutes of work begins a new
             row.
         notices: Where a spot notice may come from, besides SIGTERM.
+        notice_s: Seconds from such a notice to the loss of the machine; the script may work until shortly before.
         poll_s: Seconds between two looks at them.
         patience_s: How long a drain may take before the script is killed; the notice's length at most.
         drained_code: The exit code after a drain that went well.
@@ -52,14 +60,17 @@ class Supervisor:
         environment: Mapping[str, str],
         restarts: int = 0,
         notices: Sequence[Notice] = (),
+        notice_s: float = 0.0,
         poll_s: float = 2.0,
         patience_s: float = 120.0,
         drained_code: int = 0,
     ) -> None:
         self._command = list(command)
-        self._environment = dict(environment)
+        self._notice_file = Path(tempfile.mkdtemp(prefix="lightning-swarm-")) / "notice"
+        self._environment = {**environment, NOTICE: str(self._notice_file)}
         self._restarts = restarts
         self._notices = list(notices)
+        self._grace_s = max(0.0, notice_s - _HAND_OVER_S)
         self._poll_s = poll_s
         self._patience_s = patience_s
         self._drained_code = drained_code
@@ -82,6 +93,7 @@ class Supervisor:
             if self._process is not None and self._process.poll() is None:
                 self._process.kill()
                 self._process.wait()
+            shutil.rmtree(self._notice_file.parent, ignore_errors=True)
 
     def _signalled(self, number: int, frame: object) -> None:
         self._events.put(("signal", number))
@@ -122,27 +134,34 @@ class Supervisor:
         threading.Thread(
             target=lambda: self._events.put(("ended", process.wait())), name="the script", daemon=True
         ).start()
-        deadline: float | None = None
+        due: float | None = None
+        """When the script is to hand over or, if it was told to, to be killed."""
+        handing_over = False
         while True:
             try:
-                kind, what = self._events.get(
-                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
-                )
+                kind, what = self._events.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
             except queue.Empty:
-                _say(f"the script has not ended within {self._patience_s:g} s; it is killed")
-                process.kill()
-                deadline = None
-                continue
+                kind, what = "due", "the notice's time is over"
             if kind == "ended":
                 return process.wait()
             if kind == "signal" and what == signal.SIGINT:
                 self._leaving = "SIGINT"
                 process.send_signal(signal.SIGINT)
-            elif self._leaving is None:
+            elif kind == "notice" and self._leaving is None and self._grace_s:
+                self._leaving = str(what)
+                _say(f"this machine is to be given back ({what}); the script says so and works for {self._grace_s:g} s")
+                self._notice_file.touch()
+                due = time.monotonic() + self._grace_s
+            elif not handing_over:
+                handing_over = True
                 self._leaving = "SIGTERM" if kind == "signal" else str(what)
                 _say(f"this machine is to be given back ({self._leaving}); the script hands its work over")
                 process.terminate()
-                deadline = time.monotonic() + self._patience_s
+                due = time.monotonic() + self._patience_s
+            elif kind == "due":
+                _say(f"the script has not ended within {self._patience_s:g} s; it is killed")
+                process.kill()
+                due = None
 
     def _leaves_within(self, seconds: float) -> bool:
         """Wait for the next start; whether there is to be none."""

@@ -311,6 +311,39 @@ def test_an_empty_stage_gets_a_worker_at_once(ordered: bool, undisturbed: Outcom
     assert counters(run)["stages lost"] == 1 and counters(run)["steps repeated"] == 0
 
 
+def test_another_worker_takes_the_place_of_one_that_will_leave(
+    monkeypatch: pytest.MonkeyPatch, undisturbed: Outcome, tmp_path: Path
+) -> None:
+    """It serves until the other one is there."""
+    crowd(monkeypatch, 2)
+    policy = Recording(0.5, equal_speeds)
+    leaver: list[Any] = []
+
+    def notify(strategy: Any) -> None:
+        policy.begin(strategy)
+        (tmp_path / "notice").touch()
+        peer = strategy._session.roster.at_stage(1)[0].peer
+        leaver.extend(s._peer for s in strategy._local.strategies.values() if s._peer.node.peer_id == peer)
+        leaver[0]._notice = tmp_path / "notice"
+        wait(strategy, lambda: strategy._session.roster.workers[peer].leaving)
+
+    def replaced(strategy: Any) -> None:
+        wait(strategy, lambda: len(policy.moves) == 1)
+        arrival(strategy)
+
+    def drain(strategy: Any) -> None:
+        arrival(strategy)
+        assert counts(strategy) == [2, 3]
+        leaver[0].drain()
+        wait(strategy, lambda: counts(strategy) == [2, 2])
+
+    run = fit([Script({2: notify, 3: replaced, 5: drain}), Rebalancing(policy=policy)], workers=5)
+    assert same(run, undisturbed)
+    assert policy.moves[0].before == (3.0, 1.0) and policy.moves[0].after == (2.0, 2.0)
+    happened = counters(run)
+    assert happened["departures announced"] == happened["moves"] == 1 and happened["lost microbatches"] == 0
+
+
 def test_noise_and_a_false_reading_move_nobody_in_fifty_periods() -> None:
     generator = random.Random(1)
 

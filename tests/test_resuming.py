@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.swarm.errors import NodeClosed
@@ -224,6 +225,25 @@ def test_from_the_workers(
     report = Report()
     assert_same(fit(report, swarm=swarm.strategy_of_trainer()), undisturbed)
     assert [worker["downloads"] for worker in report.report["workers"]] == ([1, 1] if batch > 1 else [2, 2])
+
+
+class Terminate(Die):
+    """Lightning has got SIGTERM."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            raise SIGTERMException
+
+
+def test_a_trainer_that_is_told_to_end_leaves_the_run_to_its_workers(
+    elsewhere: Callable[..., Elsewhere], undisturbed: tuple[Outcome, Counting]
+) -> None:
+    swarm = elsewhere()
+    with pytest.raises(SIGTERMException):
+        fit(Terminate(7), swarm=swarm.strategy_of_trainer())
+    report = Report()
+    assert_same(fit(report, swarm=swarm.strategy_of_trainer()), undisturbed)
+    assert [worker["downloads"] for worker in report.report["workers"]] == [1, 1]
 
 
 class DieInCommit(Faults):

@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,16 @@ signal.signal(signal.SIGTERM, leave)
 pathlib.Path("ready").touch()
 while True: signal.pause()
 """
+# The same, but for a file that says that it was told before.
+TOLD = SERVE.replace(
+    "while True: signal.pause()",
+    """
+import os, time
+while not os.path.exists(os.environ["LIGHTNING_SWARM_NOTICE"]): time.sleep(0.01)
+pathlib.Path("told").touch()
+while True: signal.pause()
+""",
+)
 DEAF = """
 import pathlib, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -97,6 +109,29 @@ def test_a_notice_lets_the_script_hand_over_and_ends_it(number: int | None, capf
     cause = "the market" if number is None else "SIGTERM"
     assert f"this machine is to be given back ({cause}); the script hands its work over" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_script_works_on_for_as_long_as_the_notice_lasts(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert supervise(TOLD, "0", notices=[WhenReady()], notice_s=10.5).run() == 0
+    assert Path("told").exists() and Path("handed over").exists()
+    assert time.monotonic() - began >= 0.5
+    said = capfd.readouterr().err
+    assert "this machine is to be given back (the market); the script says so and works for 0.5 s" in said
+    assert "(the notice's time is over); the script hands its work over" in said
+
+
+def test_sigterm_does_not_wait_for_the_end_of_a_notice() -> None:
+    class Impatient(WhenReady):
+        """The notice, and soon the signal."""
+
+        def given(self) -> str | None:
+            if (text := super().given()) is not None:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            return text
+
+    assert supervise(TOLD, "0", notices=[Impatient()], notice_s=300.0).run() == 0
+    assert Path("handed over").exists()
 
 
 def test_a_hand_over_that_fails_shows_in_the_exit_code() -> None:

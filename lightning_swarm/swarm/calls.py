@@ -266,6 +266,14 @@ class ReadyRequest(Message):
 
 
 @dataclass(frozen=True)
+class LeaveRequest(Message):
+    """A worker goes."""
+
+    soon: bool = False
+    """It serves still, and says so that others can take its place in time; otherwise it goes now."""
+
+
+@dataclass(frozen=True)
 class MoveRequest(Message):
     """A worker is to serve another stage."""
 

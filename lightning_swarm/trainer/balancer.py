@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _STATS_DEADLINE_S = 2.0
 _READINGS_A_PERIOD = 4
-_LONGEST_BETWEEN_READINGS_S = 5.0
+_LONGEST_BETWEEN_READINGS_S = 2.0
 _SHORTEST_LIFETIME_S = 30.0
 
 
@@ -112,6 +112,7 @@ class Balancer:
             queue_s=queue_s,
             moving_to=moving_to,
             joining=not ready,
+            leaving=worker.leaving,
             allowed=moves.allowed(worker),
         )
 

@@ -79,7 +79,9 @@ class Moves:
         """
         async with self._boundary:
             worker = self.roster.workers.get(move.peer)
-            if worker is None or not worker.ready or worker.stages != (move.source,) or not self._dispensable(worker):
+            if worker is None or not worker.ready or worker.leaving or worker.stages != (move.source,):
+                return False
+            if not self._dispensable(worker):
                 return False
             allowed = self.allowed(worker)
             if allowed is not None and move.target not in allowed:
@@ -165,9 +167,5 @@ class Moves:
 
     def _dispensable(self, worker: Worker, also: list[Worker] | None = None) -> bool:
         """Whether somebody stays at the worker's stage when it leaves (and ``also`` those)."""
-        return any(
-            other is not worker and other.moving_to is None
-            if also is None
-            else other is not worker and other not in also
-            for other in self.roster.at_stage(worker.stage)
-        )
+        others = [w for w in self.roster.at_stage(worker.stage) if w is not worker and not w.leaving]
+        return any(other.moving_to is None if also is None else other not in also for other in others)

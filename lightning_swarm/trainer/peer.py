@@ -45,7 +45,9 @@ class TrainerPeer:
         self._callers: set[str] = set()
         """Workers that have asked for work before there was any."""
         self.spares_holders = False
-        """Whether workers hold a run that this trainer has not taken up yet: they go on holding it if it fails."""
+        """Whether workers are to go on holding a run when this trainer ends: it has not taken it up yet, or is to be
+        started again.
+        """
         self._speaking: asyncio.Task[None] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()

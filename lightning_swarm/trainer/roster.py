@@ -42,6 +42,8 @@ class Worker:
     """The stage that it prepares for; it takes part in that stage's reductions, without contributing."""
     prepared: bool = False
     """Whether it has that stage's state."""
+    leaving: bool = False
+    """Whether it has announced that it will be gone soon; it serves until then."""
     joined_s: float = field(default_factory=time.monotonic)
     processed: int = 0
     compute_s: float = 0.0
@@ -156,10 +158,18 @@ class Roster:
 
     def neediest_stage(self, possible: Sequence[int]) -> int:
         """Where the next worker should go: of the possible stages the one with the fewest workers, the first of
-        them; workers that move count where they will be.
+        them; workers that move count where they will be, and those that leave do not count.
         """
-        counts = Counter(worker.stages[-1] for worker in self.workers.values())
+        counts = Counter(worker.stages[-1] for worker in self.workers.values() if not worker.leaving)
         return min(possible, key=lambda stage: (counts[stage], stage))
+
+    def leaves(self, peer: str) -> None:
+        """A worker has announced that it will be gone soon."""
+        worker = self.workers.get(peer)
+        if worker is not None and not worker.leaving:
+            worker.leaving = True
+            self.counters["departures announced"] += 1
+            log.info("Worker %s of stage %d will leave soon", peer[-6:], worker.stage)
 
     def abandon(self, stage: int) -> None:
         """Wait no longer for a new worker of a stage that has none: it counts as lost, and all are spread anew."""
@@ -402,6 +412,7 @@ class Roster:
                 "device": worker.device,
                 "ready": worker.ready,
                 "moving_to": worker.moving_to,
+                "leaving": worker.leaving,
                 "banned": worker.peer in banned,
                 "microbatches": worker.processed,
                 "share": worker.processed / max(1, by_stage[worker.stage]),

@@ -27,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     FinishRequest,
     JoinReply,
     JoinRequest,
+    LeaveRequest,
     LogRequest,
     PreparedRequest,
     ReadyRequest,
@@ -310,8 +311,11 @@ class Session:
         return {}, []
 
     async def leave(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
-        """A worker goes: what it holds is repeated by others."""
-        if self.pipeline is not None:
+        """A worker goes, and what it holds is repeated by others; or it will, and others can take its place before."""
+        if LeaveRequest.from_dict(header).soon:
+            if self.roster is not None:
+                self.roster.leaves(caller)
+        elif self.pipeline is not None:
             self.pipeline.lose(caller)
         return {}, []
 

@@ -27,6 +27,7 @@ from lightning_swarm.swarm.calls import (
     FinishRequest,
     JoinReply,
     JoinRequest,
+    LeaveRequest,
     LogRequest,
     MoveRequest,
     PreparedRequest,
@@ -134,13 +135,21 @@ class Member:
             self._switchboard.unplug()
             self.service.end()
 
+    async def leave_soon(self) -> None:
+        """Tell the trainer that this worker will leave; it serves until :meth:`drain`."""
+        try:
+            header = LeaveRequest(soon=True).to_dict()
+            await self._node.call(self.trainer, "leave", header, deadline_s=_PING_EVERY_S)
+        except SwarmError as error:
+            log.info("The trainer has not heard that this worker leaves: %s", error)
+
     def drain(self) -> None:
         """Leave: tell the trainer, then end the session."""
         self._leaving = True
 
         async def leave() -> None:
             with contextlib.suppress(SwarmError):
-                await self._node.call(self.trainer, "leave", {}, deadline_s=_PING_EVERY_S)
+                await self._node.call(self.trainer, "leave", LeaveRequest().to_dict(), deadline_s=_PING_EVERY_S)
             # Others may be fetching from us; a fetch that breaks off is blamed on somebody.
             await asyncio.sleep(_LINGER_S)
             finished = self.service.finished

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "hold", "move", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
 _ANNOUNCE_EVERY_S = 10.0
+_LOOK_FOR_NOTICE_EVERY_S = 1.0
 ANNOUNCED_FOR_S = 3 * _ANNOUNCE_EVERY_S
 
 Around = Callable[["WorkerPeer", str, str, dict[str, Any], list[Tensor], Handler], Awaitable[Reply]]
@@ -38,16 +40,23 @@ class WorkerPeer:
         initial_peers: Addresses of peers to ask who the trainer is, besides the DHT.
         trainer_timeout_s: How long to wait for a trainer that does not answer.
         around: Stands between every call and its handler; for injected faults.
+        notice: A file that appears when this machine is about to be taken back.
     """
 
     def __init__(
-        self, node: Node, initial_peers: Sequence[str], trainer_timeout_s: float, around: Around | None = None
+        self,
+        node: Node,
+        initial_peers: Sequence[str],
+        trainer_timeout_s: float,
+        around: Around | None = None,
+        notice: Path | None = None,
     ) -> None:
         self.node = node
         self._initial_peers = list(initial_peers)
         self.count = -1
         """The current session's number."""
         self._trainer_timeout_s = trainer_timeout_s
+        self._notice = notice
         self._switchboard = Switchboard(
             node, _CALLS, {"trainer": self._tell_trainer}, None if around is None else partial(around, self)
         )
@@ -78,11 +87,15 @@ class WorkerPeer:
         self._member = Member(
             self.node, self._switchboard, hosted, self._trainer, self._find_another, self._trainer_timeout_s
         )
-        announcing = self.node.spawn(self._announce(self._member, hosted), "announcing this worker")
+        beside = [
+            self.node.spawn(self._announce(self._member, hosted), "announcing this worker"),
+            self.node.spawn(self._heed_notice(self._member), "heeding the spot notice"),
+        ]
         try:
             return self._member.serve()
         finally:
-            announcing.cancel()
+            for task in beside:
+                task.cancel()
             self._trainer, self._member = self._member.trainer, None
 
     async def _announce(self, member: Member, hosted: Hosted) -> None:
@@ -105,6 +118,13 @@ class WorkerPeer:
                 await asyncio.sleep(_ANNOUNCE_EVERY_S)
         finally:
             await self.node.directory.withdraw("worker")
+
+    async def _heed_notice(self, member: Member) -> None:
+        """Say that this worker will leave, again and again, as there may be another trainer, or another stage."""
+        while True:
+            if self._notice is not None and self._notice.exists():
+                await member.leave_soon()
+            await asyncio.sleep(_LOOK_FOR_NOTICE_EVERY_S)
 
     def drain(self) -> bool:
         """Leave the swarm at once: the trainer gives what is under way to others. Safe in a signal handler.
