@@ -792,7 +792,7 @@ class SwarmStrategy(Strategy):
     def _gather(self, timeout_s: float | None = None) -> None:
         if self._session is None or not isinstance(self._peer, TrainerPeer):
             return
-        self._peer.node.run(self._session.gather(), timeout_s=timeout_s)
+        self._peer.node.run(self._session.gather(recover=not self._failed), timeout_s=timeout_s)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Workers vanish in the middle of a step, and the weights are those of an undisturbed run, bit for bit."""
 
+import asyncio
 import threading
 import time
 from typing import Any
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from lightning_swarm.faults import Moment
 from lightning_swarm.testing import Fault, Faults
+from lightning_swarm.trainer import roster
 from lightning_swarm.trainer.roster import Roster
+from lightning_swarm.trainer.session import Session
 from tests.harness import Outcome, difference, fit_swarm, ready, wait
 from tests.models import CASES, GPT, Regressor
 
@@ -108,6 +111,78 @@ def test_all_workers_of_the_swarm_vanish(undisturbed: Outcome) -> None:
     kill = Kill({5: [0, 1, 2]}, replace=True)
     _same(fit([kill], workers=3), undisturbed)
     assert kill.killed == 3
+
+
+class KillAtEnd(pl.Callback):
+    """The only worker of a stage vanishes after the last step, before its weights have come home."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        strategy._local.kill(strategy._session.roster.at_stage(self.stage)[0].peer)
+        strategy._local.start(100)
+
+
+@pytest.mark.parametrize(("stage", "log_gradients"), [(0, False), (1, False), (1, True)])
+def test_the_last_worker_vanishes_before_its_weights_have_come_home(
+    stage: int, log_gradients: bool, undisturbed: Outcome
+) -> None:
+    run = fit([KillAtEnd(stage)], workers=3, log_gradients=log_gradients)
+    _same(run, undisturbed)
+    counters = run.trainer.strategy.report()["counters"]  # type: ignore[attr-defined]
+    assert counters["leaves"] >= 1 and ("stages lost" in counters) != log_gradients
+
+
+def test_a_worker_that_vanishes_before_it_serves_a_stage_without_workers_is_followed_by_another(
+    undisturbed: Outcome,
+) -> None:
+    """Its state is on its way to it; no call of a step would find out that it has gone."""
+    held = threading.Event()
+    asked: list[str] = []
+    give = Session.state
+
+    async def state(session: Session, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Any:
+        if held.is_set() and not asked:
+            asked.append(caller)
+            await asyncio.Event().wait()
+        return await give(session, caller, header, tensors)
+
+    class Script(pl.Callback):
+        """The only worker of stage 1 vanishes; the next one does when it waits for the state; then one comes."""
+
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+            strategy: Any = trainer.strategy
+            if index == 5:
+                held.set()
+                strategy._local.kill(strategy._session.roster.at_stage(1)[0].peer)
+                threading.Thread(target=self._continue, args=(strategy,), daemon=True).start()
+                strategy._local.start(100)
+
+        def _continue(self, strategy: Any) -> None:
+            while not asked:
+                threading.Event().wait(0.01)
+            strategy._local.kill(asked[0])
+            while asked[0] in strategy._session.roster.workers:
+                threading.Event().wait(0.01)
+            strategy._local.start(101)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "state", state)
+        run = fit([Script()], workers=3, log_gradients=True)
+    _same(run, undisturbed)
+    assert asked
+
+
+def test_a_stage_that_nobody_comes_to_gets_a_worker_of_another_one(
+    monkeypatch: pytest.MonkeyPatch, undisturbed: Outcome
+) -> None:
+    """Its gradients are logged, so it could be waited for; but others can be spared."""
+    monkeypatch.setattr(roster, "_NEWCOMER_S", 1.0)
+    run = fit([Kill({4: [2]}, replace=False)], workers=5, log_gradients=True)
+    _same(run, undisturbed)
+    assert run.trainer.strategy.report()["counters"]["stages lost"] == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("moment", ["forward", "reduce"])

@@ -93,6 +93,24 @@ def test_gradients_that_went_with_the_worker_are_made_again(undisturbed: Outcome
     assert counters["stages lost"] >= 1 and counters["steps repeated"] == 5
 
 
+def test_a_copy_that_is_ahead_of_the_swarm_is_given_to_nobody() -> None:
+    """It was taken before a stage was lost and the others went back."""
+    given: list[bool] = []
+
+    class Look(pl.Callback):
+        """Looks at what the trainer can give, as if its copy were of a later step."""
+
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+            session: Any = trainer.strategy._session  # type: ignore[attr-defined]
+            if index == 2:
+                version, session.origin.version = session.origin.version, 3
+                given.extend(session._can_give(stage, soon) for stage in range(3) for soon in (False, True))
+                session.origin.version = version
+
+    fit_swarm(make, CASES["gpt"].loader(3), 3, callbacks=[Look()])
+    assert given == [False] * 6
+
+
 @pytest.mark.parametrize("clipping", [{"gradient_clip_val": 0.01}, {"gradient_clip_val": 1e-3, "algorithm": "value"}])
 def test_running_statistics_and_clipping_are_in_the_log(clipping: dict[str, Any]) -> None:
     more = {f"gradient_clip_{name}" if name == "algorithm" else name: value for name, value in clipping.items()}

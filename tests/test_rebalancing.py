@@ -33,13 +33,16 @@ def make() -> pl.LightningModule:
     return GPT(dropout=0.1, noise=0.1, tied=True, optimizer="adamw")
 
 
-def fit(callbacks: list[pl.Callback], workers: int, steps: int = STEPS, **more: Any) -> Outcome:
+def fit(
+    callbacks: list[pl.Callback], workers: int, steps: int = STEPS, log_gradients: bool = False, **more: Any
+) -> Outcome:
     """Two stages; gradients in float64, and clipped."""
     swarm = {
         "workers": workers,
+        "log_gradients": log_gradients,
         "microbatches": 6,
         "reproducible": True,
-        "snapshot_every_n_steps": 3,
+        "snapshot_every_n_steps": 100 if log_gradients else 3,
         "startup_timeout": 60,
     }
     return fit_swarm(make, CASE.loader(steps), CUTS, swarm=swarm, callbacks=callbacks, gradient_clip_val=0.1, **more)
@@ -233,6 +236,21 @@ def test_a_worker_with_too_little_memory_for_the_stage_does_not_move_there() -> 
 
 
 # Decisions
+
+
+def test_a_stage_that_others_have_left_is_rebuilt_from_its_logged_gradients(undisturbed: Outcome) -> None:
+    """The one who moved away kept, as one of the old stage, what it was committed with at the new one, too."""
+
+    def lose(strategy: Any) -> None:
+        arrival(strategy)
+        assert counts(strategy) == [1, 3]
+        strategy._local.kill(strategy._session.roster.at_stage(0)[0].peer)
+        strategy._local.start(100)
+
+    script = Script({2: lambda strategy: order(strategy, 0, 1), 4: arrival, 6: lose})
+    run = fit([script], workers=4, log_gradients=True)
+    assert same(run, undisturbed)
+    assert counters(run)["stages rebuilt"] == 1 and counters(run)["stages lost"] == 0
 
 
 class Recording(Rebalancer):

@@ -31,6 +31,8 @@ from lightning_swarm.policies.utilization import ServiceTime
 
 __all__ = ["EdgeCost", "LinkCosts", "StageEmpty", "StochasticWiring"]
 
+_CONNECT_S = 10.0
+"""What two peers that have not met may take to connect, on busy machines."""
 EdgeCost = Callable[[str, str], float]
 """Seconds that a microbatch spends on the wire between two peers, there and back; ``math.inf`` where no link works."""
 
@@ -79,10 +81,12 @@ class LinkCosts:
 
     def patience_s(self, source: str, target: str, factor: float = 4.0) -> float:
         """How long a transfer may take before the link counts as dead: so many times what it usually takes, or, where
-        nothing was measured, what the slowest link takes.
+        nothing was measured, what the slowest link takes, and as long as it takes to connect.
         """
         known = self._seconds.get((source, target))
-        return factor * (max(self._seconds.values(), default=self.default_s) if known is None else known)
+        if known is not None:
+            return factor * known
+        return max(_CONNECT_S, factor * max(self._seconds.values(), default=self.default_s))
 
     def forget(self, peer: str) -> None:
         """The peer has left."""

@@ -221,12 +221,7 @@ class CommitRequest(Message):
     """For a trainer that is started again, as is ``effects``; see ``trainer/position.py``."""
     effects: tuple[bytes, ...] = ()
     logged: bool = False
-    """Whether the worker keeps the sums for the trainer, until the next commit, under :func:`log_key`."""
-
-
-def log_key(step: int) -> str:
-    """Where a worker's outbox has a step's :class:`LoggedSums`."""
-    return f"log/{step}"
+    """Whether the worker keeps the sums for the trainer, until the next commit."""
 
 
 @dataclass(frozen=True)

@@ -272,13 +272,7 @@ async def fetch(
     """
     request = FetchRequest(key, None if leaves is None else tuple(leaves))
     header, tensors = await node.call(peer, "fetch", request.to_dict(), deadline_s=deadline_s, codec=codec)
-    return fetched(header, tensors)
-
-
-def fetched(header: dict[str, Any], tensors: Sequence[Tensor]) -> Entry:
-    """The entry that the answer to a ``fetch`` tells of."""
-    waited_s = float(header.pop(_WAITED, 0.0))
-    return Entry(tuple(tensors), header, waited_s)
+    return Entry(tuple(tensors), header, float(header.pop(_WAITED, 0.0)))
 
 
 def _settle(waiters: Sequence[_Waiter], action: Callable[["asyncio.Future[Entry]"], None]) -> None:

@@ -353,7 +353,7 @@ class StepEnd:
             effects=record.effects,
         )
         stages = range(self._roster.stages) if self._logged else ()
-        keepers = {stage: workers[0].peer for stage in stages if (workers := self._roster.at_stage(stage))}
+        keepers = {stage: _keeper(workers, step) for stage in stages if (workers := self._roster.at_stage(stage))}
 
         async def commit(worker: Worker) -> None:
             header = replace(request, logged=worker.peer in keepers.values()).to_dict()
@@ -408,6 +408,12 @@ class StepEnd:
             if stage in worker.stages
         }
         return tuple(members.values())
+
+
+def _keeper(workers: Sequence[Worker], step: int) -> str:
+    """Who of a stage's workers keeps what it makes a step with: another one each time, and none that moves away."""
+    staying = [worker for worker in workers if worker.moving_to is None] or workers
+    return staying[step % len(staying)].peer
 
 
 def _held(group: Group, holdings: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:

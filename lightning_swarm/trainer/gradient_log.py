@@ -8,17 +8,30 @@ the commits themselves.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_swarm.swarm.calls import log_key
-from lightning_swarm.swarm.errors import SwarmError
+from torch import Tensor
+
+from lightning_swarm.swarm.calls import LoggedSums, LogRequest
+from lightning_swarm.swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.swarm.node import Node
-from lightning_swarm.swarm.outbox import Entry, FetchRequest, fetched
 from lightning_swarm.swarm.watched import call_watched
 
 log = logging.getLogger(__name__)
 
 _DEADLINE_S = 600.0
+_MOST_FAILURES = 2
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """One step of one stage, as the worker gave it: :class:`~lightning_swarm.swarm.calls.LoggedSums`."""
+
+    header: dict[str, Any]
+    tensors: Sequence[Tensor]
 
 
 class GradientLog:
@@ -30,14 +43,18 @@ class GradientLog:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._steps: dict[tuple[int, int], LoggedStep] = {}
         """By stage and step."""
         self._fetches: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._failures: Counter[int] = Counter()
+        self.has_gaps = False
+        """Whether something is missing, so that only a younger copy of the model helps."""
 
-    def fetch(self, step: int, keepers: Mapping[int, str]) -> None:
+    def fetch(self, session: int, plan_version: int, step: int, keepers: Mapping[int, str]) -> None:
         """Begin to fetch what the stages have made a step with, each from one of its workers."""
         for stage, keeper in keepers.items():
-            self._fetches[stage, step] = asyncio.create_task(self._fetch(stage, step, keeper), name="gradient log")
+            request = LogRequest(session, plan_version, stage, step)
+            self._fetches[stage, step] = asyncio.create_task(self._fetch(request, keeper), name="gradient log")
 
     async def settle(self) -> None:
         """Until all is here that will come."""
@@ -45,38 +62,47 @@ class GradientLog:
             await asyncio.wait(self._fetches.values())
 
     def covers(self, stage: int, steps: range) -> bool:
-        """Whether all steps of a stage are here."""
-        return all((stage, step) in self._entries for step in steps)
+        """Whether all these steps of a stage are here."""
+        return all((stage, step) in self._steps for step in steps)
 
     def may_cover(self, stage: int, steps: range) -> bool:
         """Whether they are, or are under way."""
-        return all((stage, step) in self._entries or (stage, step) in self._fetches for step in steps)
+        return all((stage, step) in self._steps or (stage, step) in self._fetches for step in steps)
 
-    def entry(self, stage: int, step: int) -> Entry | None:
-        """What a stage has made a step with, if it is here: :class:`~lightning_swarm.swarm.calls.LoggedSums`."""
-        return self._entries.get((stage, step))
+    def step(self, stage: int, step: int) -> LoggedStep | None:
+        """What a stage has made a step with, if it is here."""
+        return self._steps.get((stage, step))
 
     def forget(self, version: int) -> None:
         """The trainer's copy of the model is that of step ``version`` now."""
-        self._entries = {key: entry for key, entry in self._entries.items() if key[1] >= version}
+        self._steps = {key: step for key, step in self._steps.items() if key[1] >= version}
+        self.has_gaps = False
 
-    def drop(self, stage: int) -> None:
-        """The gradients of a stage are of no use."""
-        self._entries = {key: entry for key, entry in self._entries.items() if key[0] != stage}
+    def failed(self, stage: int) -> None:
+        """A worker could not take its stage over from the log; after the second time it counts as of no use."""
+        self._failures[stage] += 1
+        if self._failures[stage] >= _MOST_FAILURES:
+            self._steps = {key: step for key, step in self._steps.items() if key[0] != stage}
+            self.has_gaps = True
 
     def clear(self) -> None:
         """The stages are others, or go back."""
         for task in self._fetches.values():
             task.cancel()
         self._fetches.clear()
-        self._entries.clear()
+        self._steps.clear()
+        self._failures.clear()
+        self.has_gaps = False
 
-    async def _fetch(self, stage: int, step: int, keeper: str) -> None:
-        request = FetchRequest(log_key(step)).to_dict()
+    async def _fetch(self, request: LogRequest, keeper: str) -> None:
+        key = request.stage, request.step
         try:
-            header, tensors = await call_watched(self._node, keeper, "fetch", request, deadline_s=_DEADLINE_S)
-            self._entries[stage, step] = fetched(header, tensors)
+            header, tensors = await call_watched(self._node, keeper, "log", request.to_dict(), deadline_s=_DEADLINE_S)
+            if LoggedSums.from_dict(header).commit.step != request.step:
+                raise ProtocolError("It is of another step.", keeper)
+            self._steps[key] = LoggedStep(header, tensors)
         except SwarmError as error:
-            log.info("The gradients of stage %d in step %d are not logged: %s", stage, step, error)
+            log.info("The gradients of stage %d in step %d are not logged: %s", *key, error)
+            self.has_gaps = True
         finally:
-            self._fetches.pop((stage, step), None)
+            self._fetches.pop(key, None)

@@ -22,6 +22,8 @@ from lightning_swarm.trainer.tally import Tally
 
 log = logging.getLogger(__name__)
 
+_NEWCOMER_S = 30.0
+"""How long a stage may wait for a new worker where another stage could spare one; longer than a local one's start."""
 OUTBOX_SHARE = 0.25
 """What a worker's outbox may take of the memory that its stage leaves; the rest is for microbatches under way."""
 
@@ -42,6 +44,8 @@ class Worker:
     """The stage that it prepares for; it takes part in that stage's reductions, without contributing."""
     prepared: bool = False
     """Whether it has that stage's state."""
+    rebuilds: bool = False
+    """Whether it takes a stage over that nobody serves, from the trainer's copy and the gradients since then."""
     leaving: bool = False
     """Whether it has announced that it will be gone soon; it serves until then."""
     joined_s: float = field(default_factory=time.monotonic)
@@ -192,12 +196,13 @@ class Roster:
             if not empty:
                 return
             self._check()
+            now = time.monotonic()
+            others_can = now - started > _NEWCOMER_S and any(len(self.at_stage(s)) > 1 for s in range(self.stages))
             for stage in empty:
                 if self.at_stage(stage, ready=False):
                     self._abandoned.discard(stage)
-                elif stage in self._abandoned or not self._replaceable(stage):
+                elif others_can or stage in self._abandoned or not self._replaceable(stage):
                     raise StageLost(stage)
-            now = time.monotonic()
             names = ", ".join(map(str, empty))
             seen = "; ".join(f"{w.peer[-6:]} at stage {w.stage}" for w in self.workers.values()) or "none"
             if now - started > self._startup_timeout_s:

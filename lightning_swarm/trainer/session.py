@@ -30,12 +30,20 @@ from lightning_swarm.swarm.calls import (
     LeaveRequest,
     LogRequest,
     PreparedRequest,
+    ProbeRequest,
     ReadyRequest,
     StateRequest,
     WorkerRecord,
     WorkerStats,
 )
-from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
+from lightning_swarm.swarm.errors import (
+    CallerError,
+    DeadlineExceeded,
+    PeerBusy,
+    PeerStale,
+    PeerUnreachable,
+    SwarmError,
+)
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
@@ -44,11 +52,11 @@ from lightning_swarm.trainer.gradient_log import GradientLog
 from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.moves import Moves
 from lightning_swarm.trainer.origin import Origin
-from lightning_swarm.trainer.pipeline import Pipeline
+from lightning_swarm.trainer.pipeline import Pipeline, probe
 from lightning_swarm.trainer.position import StepRecord, pack_effects
 from lightning_swarm.trainer.recovery import Kept
 from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
-from lightning_swarm.trainer.roster import OUTBOX_SHARE, Roster, StageLost
+from lightning_swarm.trainer.roster import OUTBOX_SHARE, Roster, StageLost, Worker
 from lightning_swarm.trainer.tally import Tally
 from lightning_swarm.worker.state import StageState, fetch_state
 
@@ -58,6 +66,8 @@ _JOIN_WAIT_S = 5.0
 _FINISH_DEADLINE_S = 5.0
 _STATS_DEADLINE_S = 5.0
 _SPEAK_EVERY_S = 60.0
+_LOOK_AFTER_NEWCOMERS_S = 3.0
+_MOST_SILENCES = 3
 
 Reply = tuple[dict[str, Any], Sequence[Tensor]]
 
@@ -153,6 +163,7 @@ class Session:
         self._redo = RedoLog(self.step)
         self._gradient_log = GradientLog(node)
         self._snapshot: asyncio.Task[None] | None = None
+        self._watches: set[asyncio.Task[None]] = set()
         self._write_snapshot = write_snapshot
         self._written = self.step
         """The step of the last snapshot on disk."""
@@ -203,8 +214,8 @@ class Session:
         async with self._boundary:
             assert self.plan is not None and self.roster is not None and self.pipeline is not None
             if (known := self.roster.workers.get(caller)) is not None:
-                if not known.ready:  # It may be the log that it could not take its stage from.
-                    self._gradient_log.drop(known.stage)
+                if known.rebuilds and not known.ready:
+                    self._gradient_log.failed(known.stage)
                 self.pipeline.lose(caller)
             stage = self._kept_stage(caller)
             keeps = stage is not None
@@ -215,12 +226,32 @@ class Session:
                 return JoinReply("wait").to_dict(), []
             if keeps:
                 assignment = replace(assignment, donors=(caller, *assignment.donors))
-            elif assignment.donors == (self._node.peer_id,) and self._since_origin:
-                self.counters["stages rebuilt"] += 1
-            self.roster.join(caller, request.device, request.local_index, stage, request.memory_bytes)
+            worker = self.roster.join(caller, request.device, request.local_index, stage, request.memory_bytes)
+            worker.rebuilds = assignment.donors == (self._node.peer_id,) and self.origin.version < self.step
+            self._watches = {watch for watch in self._watches if not watch.done()}
+            self._watches.add(asyncio.create_task(self._watch(worker, self.roster, self.pipeline), name="newcomer"))
             self._joined(request.local_index, stage)
         log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
+
+    async def _watch(self, worker: Worker, roster: Roster, pipeline: Pipeline) -> None:
+        """Give a newcomer up that does not live until it is ready: no call of a step would find that out."""
+        silences = 0
+        while True:
+            await asyncio.sleep(_LOOK_AFTER_NEWCOMERS_S)
+            if roster.workers.get(worker.peer) is not worker or worker.ready:
+                return
+            try:
+                await probe(self._node, worker.peer, ProbeRequest())
+                silences = 0
+            except (CallerError, PeerBusy):  # An answer, too.
+                silences = 0
+            except SwarmError as error:
+                silences += 1 if isinstance(error, DeadlineExceeded) else _MOST_SILENCES
+                if silences < _MOST_SILENCES or roster.workers.get(worker.peer) is not worker or worker.ready:
+                    continue
+                log.warning("Worker %s has gone before it served stage %d: %s", worker.peer[-6:], worker.stage, error)
+                pipeline.lose(worker.peer)
 
     def _kept_stage(self, worker: str) -> int | None:
         """The stage whose state of now this worker holds since before the trainer was started again."""
@@ -235,7 +266,7 @@ class Session:
         """
         assert self.plan is not None and self.roster is not None
         donors = [worker.peer for worker in self.roster.at_stage(stage)]
-        if self._gradient_log.covers(stage, self._since_origin):
+        if self._can_give(stage):
             donors.append(self._node.peer_id)
         if not donors:
             return None
@@ -252,10 +283,13 @@ class Session:
             outbox_bytes=self._outbox_bytes(stage, memory_bytes),
         )
 
-    @property
-    def _since_origin(self) -> range:
-        """The steps that the trainer's copy of the model lacks."""
-        return range(self.origin.version, self.step)
+    def _can_give(self, stage: int, soon: bool = False) -> bool:
+        """Whether the trainer's copy, with the gradients since then, is the stage as it is now; or will be soon.
+
+        A copy that was taken before the swarm went back is ahead of it for a while.
+        """
+        covers = self._gradient_log.may_cover if soon else self._gradient_log.covers
+        return self.origin.version <= self.step and covers(stage, range(self.origin.version, self.step))
 
     def _outbox_bytes(self, stage: int, memory_bytes: int) -> int | None:
         """What a worker with so much memory (0: it does not say) may keep for its neighbours."""
@@ -300,6 +334,9 @@ class Session:
             assert self.roster is not None
             self._joined(worker.local_index, worker.stage)
             self.roster.admit(caller)
+            if worker.rebuilds:
+                self.counters["stages rebuilt"] += 1
+                worker.rebuilds = False
         return {}, []
 
     async def prepared(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
@@ -327,23 +364,21 @@ class Session:
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A slice of the whole model, while that is of the current step or can be brought there."""
         request = StateRequest.from_dict(header)
-        if (
-            self.plan is None
-            or request.plan_version != self._plan_version
-            or not self._gradient_log.covers(request.stage, self._since_origin)
-        ):
-            raise PeerStale("the trainer's copy of the model is not of this step")
+        if self.plan is None or request.plan_version != self._plan_version:
+            raise PeerStale("there is another plan by now")
         async with self._origin_lock:
+            if not self._can_give(request.stage):
+                raise PeerStale("the trainer's copy of the model is not of this step")
             state = self.origin.stage_state(self.plan, request.stage)
             return await asyncio.to_thread(state.to_wire)
 
     async def log(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """What a stage made a step with that the trainer's copy of the model lacks."""
         request = LogRequest.from_dict(header)
-        entry = self._gradient_log.entry(request.stage, request.step)
-        if entry is None or request.plan_version != self._plan_version:
+        logged = self._gradient_log.step(request.stage, request.step)
+        if logged is None or request.plan_version != self._plan_version:
             raise PeerStale(f"the gradients of stage {request.stage} in step {request.step} are not here")
-        return dict(entry.header), entry.tensors
+        return logged.header, logged.tensors
 
     # The strategy's wishes; coroutines of the node's loop
 
@@ -360,7 +395,7 @@ class Session:
             self.tally,
             self._settings.startup_timeout_s,
             self._check,
-            replaceable=lambda stage: self._gradient_log.may_cover(stage, self._since_origin),
+            replaceable=lambda stage: self._can_give(stage, soon=True),
             state_bytes=self._state_bytes,
             bans=self._bans,
         )
@@ -444,7 +479,7 @@ class Session:
                 self.origin.version,
             )
             self.counters["stages lost"] += 1
-            self.counters["steps repeated"] += self.step - self.origin.version
+            self.counters["steps repeated"] += max(0, self.step - self.origin.version)
             assert self.plan is not None
             self.step, self._count = self.origin.version, 0
             await self.adopt(self.plan)
@@ -507,7 +542,7 @@ class Session:
     def snapshot_is_due(self) -> bool:
         """Whether the trainer's copy, and the one on disk if there is to be one, has become too old."""
         newest = self._written if self._write_snapshot is not None else self.origin.version
-        due = self.step - newest >= self._settings.snapshot_every_n_steps
+        due = self.step - newest >= self._settings.snapshot_every_n_steps or self._gradient_log.has_gaps
         return due and (self._snapshot is None or self._snapshot.done())
 
     async def begin_step(self, position: bytes) -> None:
@@ -540,7 +575,7 @@ class Session:
         keepers = await self._step_end.finish(
             step, list(ending.hyperparameters), ending.clipping, ending.record, self._boundary, self._committed
         )
-        self._gradient_log.fetch(step, keepers)
+        self._gradient_log.fetch(self._identity.session, self._plan_version, step, keepers)
         await self.moves.switch(self._identity.session, self._plan_version, self.step)
 
     def _committed(self) -> None:
@@ -572,7 +607,7 @@ class Session:
         """Bring the trainer's copy up to date while training goes on, and put it on disk if that is wanted."""
         step = self.step
         try:
-            await self.gather()
+            await self._update_origin()
         except SwarmError as error:
             log.info("No snapshot this time: %s", error)
             return
@@ -587,8 +622,30 @@ class Session:
                     await asyncio.wait({writing})
                 self._written = step
 
-    async def gather(self) -> None:
-        """Bring the trainer's copy of the model up to the current step."""
+    async def gather(self, recover: bool = True) -> None:
+        """Bring the trainer's copy of the model up to the current step.
+
+        Args:
+            recover: Whether to do again what goes with a stage that is lost meanwhile.
+
+        Raises:
+            SwarmError: A stage's state is nowhere.
+        """
+        while recover and self.plan is not None and self.origin.version != self.step:
+            assert self.roster is not None
+            try:
+                await self.roster.wait_for_all_stages()
+                workers = set(self.roster.workers)
+                try:
+                    await self._update_origin()
+                except SwarmError:
+                    if workers <= self.roster.workers.keys():
+                        raise
+            except StageLost as lost:
+                await self._recover(lost)
+        await self._update_origin()
+
+    async def _update_origin(self) -> None:
         if self.origin.version == self.step or self.plan is None:
             return
         # Each worker captures its state at once, before it can be at the next step; the transfers take their time.
@@ -613,6 +670,9 @@ class Session:
                 damaged = damaged or state
             except SwarmError as error:
                 problems.append(f"{worker.peer[-6:]}: {error}")
+                gone = isinstance(error, PeerUnreachable | DeadlineExceeded)
+                if gone and self.pipeline is not None and self.roster.workers.get(worker.peer) is worker:
+                    self.pipeline.lose(worker.peer)
         if damaged is not None:
             return damaged  # All say the same, so it is what training has come to.
         raise SwarmError(f"No worker could give the state of stage {stage}: {'; '.join(problems) or 'there is none'}")
@@ -620,6 +680,8 @@ class Session:
     async def finish(self, failed: bool, outcome: Any) -> None:
         """The session is over: workers return from their Lightning call."""
         self._gradient_log.clear()
+        for watch in self._watches:
+            watch.cancel()
         if self._snapshot is not None:
             self._snapshot.cancel()
             await asyncio.wait({self._snapshot})

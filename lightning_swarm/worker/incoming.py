@@ -24,7 +24,7 @@ from lightning_swarm.worker.accumulator import Accumulator
 from lightning_swarm.worker.state import StageState
 
 if TYPE_CHECKING:
-    from lightning_swarm.worker.service import Commits, Reduced
+    from lightning_swarm.worker.service import Commit, Reduced
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Incoming:
         averaged = written & set(plan.stages[self.index].buffers)
         self._values = sum(shapes.buffers.get(name, 0) for name in averaged)
         self.state: StageState | None = None
-        self.commits: Commits = {}
+        self.commits: dict[int, Commit] = {}
         """By step; of the step of the order and all later ones."""
 
     def owned_names(self) -> frozenset[str]:
@@ -84,9 +84,9 @@ class Incoming:
         """What the worker adds to the average of the stage's running buffers: nothing."""
         return torch.zeros(1, dtype=torch.float64).expand(self._values + 1)
 
-    def arrived(self, state: StageState, commits: "Commits") -> None:
-        """The download has ended; commits that came with it are new, those that are in it need not be kept."""
-        self.state, self.commits = state, {**commits, **self.commits}
+    def arrived(self, state: StageState) -> None:
+        """The download has ended: commits that are in it already need not be kept."""
+        self.state = state
         for step in [step for step in self.commits if step < state.version]:
             del self.commits[step]
 

@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming, Shapes
-from lightning_swarm.worker.service import Commits, Reply, WorkerService, logged_commit
+from lightning_swarm.worker.service import Commit, Reply, WorkerService, logged_commit
 from lightning_swarm.worker.stage_server import StageServer
 from lightning_swarm.worker.state import StageState, StateRejected, fetch_state
 
@@ -249,7 +250,7 @@ class Member:
     async def _take(self, assignment: Assignment, incoming: Incoming | None = None) -> None:
         """Become a worker of the assigned stage; its state is there already if it was incoming, or is held."""
         hosted = self._hosted
-        state, commits = incoming.state if incoming is not None else None, Commits()
+        state = incoming.state if incoming is not None else None
         if self._node.peer_id in assignment.donors:
             state = await self.service.held_state(assignment)
         self.service.end()
@@ -269,9 +270,10 @@ class Member:
         if hosted.optimizer is not None:
             _narrow(hosted.optimizer, self._names, server.stage.owned_parameters())
         self.service.begin(server, hosted.optimizer, incoming)
+        donor = self._node.peer_id
         if state is None:
-            state, commits = await self._download(assignment)
-        await self.service.load(state, commits)
+            state, donor = await self._download(assignment)
+        await self.service.load(state, partial(self._logged, donor, assignment))
         while True:
             version = server.version
             ready = ReadyRequest(assignment.session, assignment.plan_version, assignment.stage, version or 0)
@@ -316,7 +318,8 @@ class Member:
         """Fetch the state of the stage to move to, and tell the trainer how that went."""
         problem = ""
         try:
-            incoming.arrived(*await self._download(incoming.assignment))
+            state, _ = await self._download(incoming.assignment)
+            incoming.arrived(state)
         except SwarmError as error:
             problem = str(error)
         assignment = incoming.assignment
@@ -327,8 +330,8 @@ class Member:
             # What was prepared goes with the next commit that does not concern it; a reduction may still do so.
             log.info("The move to stage %d is off: %s", assignment.stage, error)
 
-    async def _download(self, assignment: Assignment) -> tuple[StageState, Commits]:
-        """The stage's state and, where it is not that of the current step, what the steps since then were made with."""
+    async def _download(self, assignment: Assignment) -> tuple[StageState, str]:
+        """The stage's state, and who gave it."""
         request = StateRequest(assignment.session, assignment.plan_version, assignment.stage)
         problems = []
         for donor in assignment.donors:
@@ -339,14 +342,14 @@ class Member:
                 state = await fetch_state(self._node, donor, request)
                 if not await asyncio.to_thread(state.is_finite):
                     raise StateRejected("it has parameters that are not finite")
-                steps = range(state.version, assignment.step)
-                return state, {step: await self._logged(donor, assignment, step) for step in steps}
+                return state, donor
             except SwarmError as error:
                 log.warning("No state of stage %d from %s: %s", assignment.stage, donor, error)
                 problems.append(f"{donor}: {error}")
         raise SwarmError(f"Nobody could give the state of stage {assignment.stage}: {'; '.join(problems)}")
 
-    async def _logged(self, donor: str, assignment: Assignment, step: int) -> Any:
+    async def _logged(self, donor: str, assignment: Assignment, step: int) -> Commit:
+        """What the stage made a step with that the donor's state lacks."""
         request = LogRequest(assignment.session, assignment.plan_version, assignment.stage, step)
         return logged_commit(*await self._node.call(donor, "log", request.to_dict(), deadline_s=_LOG_DEADLINE_S))
 

@@ -22,7 +22,7 @@ from lightning_swarm.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
-_CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "hold", "move", "finish", "stats"]
+_CALLS = ["trainer", "process", "fetch", "probe", "reduce", "commit", "state", "log", "hold", "move", "finish", "stats"]
 _NEXT_DEADLINE_S = 30.0
 _ANNOUNCE_EVERY_S = 10.0
 _LOOK_FOR_NOTICE_EVERY_S = 1.0

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning_swarm.swarm.calls import (
     Group,
     Holding,
     LoggedSums,
+    LogRequest,
     ProbeReply,
     ProbeRequest,
     ReduceReply,
@@ -37,7 +38,6 @@ from lightning_swarm.swarm.calls import (
     Wait,
     WorkerStats,
     buffers_group,
-    log_key,
 )
 from lightning_swarm.swarm.errors import PeerStale, ProtocolError
 from lightning_swarm.swarm.node import Node
@@ -47,7 +47,7 @@ from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming
 from lightning_swarm.worker.reduction import all_reduce
 from lightning_swarm.worker.stage_server import StageServer
-from lightning_swarm.worker.state import StageState
+from lightning_swarm.worker.state import StageState, StateRejected
 from lightning_swarm.worker.statistics import squared_norm
 
 Reply = tuple[dict[str, Any], list[Tensor]]
@@ -70,8 +70,8 @@ class Reduced:
     """``None`` where the worker is alone and the sum stands in the accumulator."""
 
 
-Commits = dict[int, tuple[list[Reduced], CommitRequest]]
-"""What a stage makes its steps with, by step."""
+Commit = tuple[list[Reduced], CommitRequest]
+"""What a stage makes a step with."""
 
 
 class WorkerService:
@@ -96,7 +96,9 @@ class WorkerService:
         """The last commit that was applied, for others to be told of it when the trainer cannot."""
         self._reduced: dict[str, Reduced] = {}
         """Of the step under way, by group."""
-        self._queued: Commits = {}
+        self._queued: dict[int, Commit] = {}
+        self._logged: tuple[LogRequest, dict[str, Any], list[Tensor]] | None = None
+        """What the last step was made with, for the trainer to fetch."""
         self._fetches: dict[int, tuple[str, str, float]] = {}
         """Those under way: peer, key and when they began."""
         self._fetch_count = itertools.count()
@@ -115,6 +117,7 @@ class WorkerService:
             "reduce": self.reduce,
             "commit": self.commit,
             "state": self.state,
+            "log": self.log,
             "finish": self.finish,
             "stats": self.stats,
         }
@@ -163,7 +166,7 @@ class WorkerService:
         """Serve no stage any more."""
         if self.server is not None:
             self.server.close()
-        self.server = self.incoming = None
+        self.server = self.incoming = self._logged = None
         self._begun.clear()
         self.outbox.drop(lambda key: True)
 
@@ -274,14 +277,14 @@ class WorkerService:
             held = _of_step(server, request.step)
             if reduced is None or any(r.held != held for r in reduced):
                 raise PeerStale(f"this worker has not reduced all of its gradients of step {request.step}")
-            self._reduced = {}
+            self._reduced, self._logged = {}, None
             if self.incoming is not None:
                 self._queue_incoming(self.incoming, chosen, reduced, request)
             if server.version is None:
                 self._queued[request.step] = (reduced, request)
             else:
                 await self._apply(server, reduced, request)
-            finished = f"reduce/{request.step}/", log_key(request.step - 1)
+            finished = f"reduce/{request.step}/"
             self.outbox.drop(lambda key: str(key).startswith(finished))
         return {}, []
 
@@ -297,7 +300,7 @@ class WorkerService:
             replace(r, vector=r.vector.clone()) if r.vector is not None and any(r is a for a in applied) else r
             for r in reduced
         ]
-        incoming.queue(request.step, kept, request)
+        incoming.queue(request.step, kept, replace(request, logged=False))
 
     async def _apply(self, server: StageServer, reduced: list[Reduced], request: CommitRequest) -> None:
         hyperparameters = [decode_tree(group, []) for group in request.hyperparameters]
@@ -354,8 +357,17 @@ class WorkerService:
         log = LoggedSums(replace(request, logged=False), tuple(r.group for r in summed))
         # Copies: the vectors become gradients, which clipping changes in place.
         copies = [r.vector.clone() for r in summed if r.vector is not None]
-        self.outbox.put(log_key(request.step), copies, log.to_dict())
+        assignment = server.assignment
+        key = LogRequest(assignment.session, assignment.plan_version, server.index, request.step)
+        self._logged = key, log.to_dict(), copies
         return summed
+
+    async def log(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """What this worker made its last step with, if the commit said to keep it."""
+        request, logged = LogRequest.from_dict(header), self._logged
+        if logged is None or logged[0] != request:
+            raise PeerStale(f"the gradients of stage {request.stage} in step {request.step} are not here")
+        return logged[1], logged[2]
 
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The state of this worker's stage, as of its step."""
@@ -374,23 +386,30 @@ class WorkerService:
         parameters, buffers = server.stage.owned_parameters(), server.buffers_of_version()
         return StageState.capture(server.version or 0, parameters, buffers, self.optimizer, copy=copy)
 
-    async def load(self, state: StageState, commits: Commits) -> int:
-        """Take over a stage's state, then apply the steps that came after it and were committed meanwhile.
+    async def load(self, state: StageState, logged: Callable[[int], Awaitable[Commit]] | None = None) -> int:
+        """Take over a stage's state, then apply the steps that came after it.
 
         Args:
-            state: Of any step.
-            commits: Of steps from there on, besides those that were queued here.
+            state: Of the assignment's step or later or, with ``logged``, of an earlier one.
+            logged: Gives what the steps in between were made with, one at a time.
 
         Returns:
             The step that this worker is at now.
+
+        Raises:
+            StateRejected: A step is missing.
+            SwarmError: What ``logged`` raised.
         """
         server = self.server
         assert server is not None
         async with self._commit_lock:
             await self.executor.do(Priority.COMMIT, lambda: self._load(server, state))
-            for step, commit in sorted({**commits, **self._queued}.items(), key=lambda item: item[0]):
-                if step >= state.version:
-                    await self._apply(server, *commit)
+            until = max([server.assignment.step, *(step + 1 for step in self._queued)])
+            for step in range(state.version, until):
+                commit = self._queued.get(step)
+                if commit is None and logged is None:
+                    raise StateRejected(f"it is of step {state.version}, and step {step} is missing")
+                await self._apply(server, *(commit or await logged(step)))  # type: ignore[misc]
             self._queued.clear()
         assert server.version is not None
         return server.version
@@ -465,8 +484,8 @@ class WorkerService:
             del self._fetches[number]
 
 
-def logged_commit(header: dict[str, Any], tensors: list[Tensor]) -> tuple[list[Reduced], CommitRequest]:
-    """What :meth:`WorkerService.commit` has kept for the trainer.
+def logged_commit(header: dict[str, Any], tensors: Sequence[Tensor]) -> Commit:
+    """What :meth:`WorkerService.log` has given.
 
     Raises:
         ProtocolError: It is malformed.
