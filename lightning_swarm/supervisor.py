@@ -29,7 +29,7 @@ USAGE = 2
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _WELL_AFTER_S = 600.0
-_HAND_OVER_S = 10.0
+HAND_OVER_S = 10.0
 """What is left of a notice's time when the script is told to hand over."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -70,7 +70,7 @@ class Supervisor:
         self._environment = {**environment, NOTICE: str(self._notice_file)}
         self._restarts = restarts
         self._notices = list(notices)
-        self._grace_s = max(0.0, notice_s - _HAND_OVER_S)
+        self._grace_s = max(0.0, notice_s - HAND_OVER_S)
         self._poll_s = poll_s
         self._patience_s = patience_s
         self._drained_code = drained_code

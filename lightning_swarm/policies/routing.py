@@ -342,7 +342,7 @@ class StochasticWiring:
             if entry.outstanding
         }
 
-    def in_flight_target(self, *, edge_s: Sequence[float] | None = None, slack: float = 3.0) -> int:
+    def in_flight_target(self, *, edge_s: Sequence[float] | None = None, slack: float = 5.0) -> int:
         """How many microbatches in flight keep every worker of the weakest stage busy.
 
         By Little's law the pipeline holds throughput x time in it: at each stage one microbatch in service a worker,

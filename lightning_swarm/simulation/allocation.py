@@ -20,6 +20,7 @@ from lightning_swarm.policies.rebalancing import RebalancingPolicy, assign_stage
 from lightning_swarm.policies.utilization import SwarmLoad, WorkerLoad
 from lightning_swarm.simulation.events import EventLoop
 from lightning_swarm.simulation.traces import ChurnTrace
+from lightning_swarm.supervisor import HAND_OVER_S
 
 __all__ = ["AllocationResult", "AllocationSettings", "simulate_allocation"]
 
@@ -33,6 +34,7 @@ class AllocationSettings:
         download_s: seconds to download a stage's state, for joining and for moving workers.
         join: "random" sends a new machine to any stage, "smallest" to the one that needs it most.
         notice_s: seconds between the spot market's notice and the loss of a machine; 0 for losses without warning.
+        hand_over_s: how long before the announced loss the worker stops to serve.
         reading_s: seconds between two readings of the swarm.
         record: keep the throughput over time, for plots.
     """
@@ -41,6 +43,7 @@ class AllocationSettings:
     download_s: float = 60.0
     join: str = "smallest"
     notice_s: float = 0.0
+    hand_over_s: float = HAND_OVER_S
     reading_s: float = 2.0
     record: bool = False
 
@@ -91,6 +94,7 @@ class _Run:
         self.serving = [0] * settings.stages
         self.planned = [0] * settings.stages
         self.holding = 0
+        self.handed_over: set[str] = set()
         self.created = self.moves = 0
         self.done = self.best = self.ceiling = self.stalled = self.last = 0.0
         self.looks: set[float] = set()
@@ -165,6 +169,7 @@ class _Run:
             )
             self.planned[load.destination] -= 1
             if self.settings.notice_s:
+                self.loop.at(max(self.loop.now, at - self.settings.hand_over_s), self._hand_over, name)
                 self.loop.at(at, self._lose, name)
             else:
                 self._lose(name)
@@ -175,14 +180,22 @@ class _Run:
         load = self.loads.pop(name)
         self.names.remove(name)
         if not load.joining:
-            self.serving[load.stage] -= 1
+            if name not in self.handed_over:
+                self.serving[load.stage] -= 1
             self.holding -= 1
         self._look_soon()
+
+    def _hand_over(self, name: str) -> None:
+        """A worker whose machine will be lost leaves the swarm."""
+        if not self.loads[name].joining:
+            self._account()
+            self.serving[self.loads[name].stage] -= 1
+            self.handed_over.add(name)
 
     def _ready(self, name: str, stage: int) -> None:
         """A download has ended: the worker serves the stage now."""
         load = self.loads.get(name)
-        if load is None or load.destination != stage:
+        if load is None or load.destination != stage or name in self.handed_over:
             return
         self._account()
         if load.joining:

@@ -40,7 +40,7 @@ class SwarmSettings:
     sync_s: float = 0.0
     download_s: float = 0.0
     in_flight: int | None = None
-    slack: float = 3.0
+    slack: float = 5.0
     reading_s: float = 5.0
     trainer_region: str = ""
     near_first: bool = True

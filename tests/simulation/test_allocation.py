@@ -46,6 +46,12 @@ def test_notice_lets_the_replacement_come_in_time() -> None:
     assert {simulate_allocation(trace, settings, Rebalancer(), seed).percent for seed in range(10)} == {100.0}
 
 
+def test_a_worker_with_a_notice_hands_over_before_the_loss() -> None:
+    trace = ChurnTrace("one", 8, ((500.0, -1),), 1000.0)
+    result = simulate_allocation(trace, AllocationSettings(4, 60.0, notice_s=60.0, hand_over_s=10.0), None, 0)
+    assert result.percent == pytest.approx(100 * 1490 / 1500)
+
+
 def test_empty_stage_stalls_until_somebody_moves_there() -> None:
     trace = ChurnTrace("two", 4, ((100.0, -1),), 1000.0)
     stuck = [simulate_allocation(trace, AllocationSettings(2, 60.0, join="random"), None, seed) for seed in range(20)]
