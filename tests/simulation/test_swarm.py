@@ -125,7 +125,7 @@ def test_hung_worker_is_found_out_and_returns() -> None:
     assert pipeline.workers["0.0"].tasks - tasks <= 12
     assert report.throughput == pytest.approx(2 / 3, rel=0.05)
     pipeline.recover("0.0")
-    pipeline.run(600.0)
+    pipeline.run(900.0)
     assert pipeline.run(300.0).throughput == pytest.approx(1.0, rel=0.05)
 
 
