@@ -70,6 +70,9 @@ class _ThreadWorkers:
         except BaseException:
             if index not in self._killed:
                 self._errors.append(traceback.format_exc())
+        finally:
+            if index in self._killed:
+                self.strategies.pop(index, None)  # A machine that has vanished holds no memory here.
 
     def kill(self, peer: str) -> None:
         """Let a worker vanish without a word, as a machine does that loses its power."""
