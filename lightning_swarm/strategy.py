@@ -98,7 +98,8 @@ class SwarmStrategy(Strategy):
             one.
         secret: With it (or ``LIGHTNING_SWARM_SECRET``), only peers that have it too can take part.
         host_maddrs: Where to listen; by default ``LIGHTNING_SWARM_HOST_MADDRS``, separated by commas, else any port of
-            this machine alone. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join.
+            this machine alone. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join. This and the next two
+            are the trainer's: the workers that it starts on its own machine have a port and a key of their own.
         announce_maddrs: Addresses to tell others instead, where the host's own do not work from outside; by default
             ``LIGHTNING_SWARM_ANNOUNCE_MADDRS``.
         identity_path: File of the peer's private key, for an address that survives restarts; by default
@@ -210,6 +211,9 @@ class SwarmStrategy(Strategy):
         ):
             if isinstance(addresses, str):
                 raise MisconfigurationException(f"SwarmStrategy({name}={addresses!r}) must be a list of addresses.")
+        if self.role == "worker" and _is_local():
+            # Rerun from the trainer's script, whose key and port are taken.
+            host_maddrs = announce_maddrs = identity_path = None
         check_order(startup_timeout, trainer_timeout)
         self._stage_count = count
         self._workers = count if workers is None else workers
@@ -922,6 +926,11 @@ def _role(role: str) -> str:
     if found not in ("trainer", "worker"):
         raise MisconfigurationException(f"{launching.ROLE}={found!r} must be 'trainer' or 'worker'.")
     return found
+
+
+def _is_local() -> bool:
+    """Whether the trainer has started this process, on its own machine."""
+    return int(os.environ.get(launching.LOCAL_INDEX) or "-1") >= 0
 
 
 def _addresses(given: Sequence[str] | None, variable: str) -> list[str]:

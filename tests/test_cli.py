@@ -122,6 +122,26 @@ def test_the_options_reach_the_strategy(tmp_path: Path) -> None:
     assert first[launcher.IDENTITY] == first[launcher.HOST_MADDRS] == first[launcher.ANNOUNCE_MADDRS] == ""
 
 
+@pytest.mark.parametrize(
+    ("index", "given"), [("0", False), ("3", False), (None, True), ("-1", True)], ids=["first", "fourth", "no", "-1"]
+)
+def test_what_the_script_gives_the_trainer_is_not_for_its_local_workers(
+    index: str | None, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, announced, key = "/ip4/0.0.0.0/tcp/31337", "/ip4/192.0.2.7/tcp/31337", "trainer.key"
+    node: Any = type("Node", (), {"maddrs": ["x"]})
+    for name, value in SwarmStrategy(stages=4)._environments(node)[0].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(launcher.LOCAL_INDEX)
+    if index is not None:
+        monkeypatch.setenv(launcher.LOCAL_INDEX, index)
+    strategy = SwarmStrategy(stages=4, host_maddrs=[host], announce_maddrs=[announced], identity_path=key)
+    assert strategy.role == "worker"
+    assert strategy._host_maddrs == ([host] if given else ["/ip4/127.0.0.1/tcp/0"])
+    assert strategy._announce_maddrs == ([announced] if given else None)
+    assert strategy._identity_path == (Path(key) if given else None)
+
+
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
