@@ -19,7 +19,8 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_swarm.supervisor import USAGE
+from lightning_swarm.supervisor import NOT_NOW, USAGE
+from lightning_swarm.swarm.errors import NotNow
 
 _LOOK_EVERY_S = 2.0
 _BOOTSTRAP_HOST = "/ip4/0.0.0.0/tcp/31337"
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands[options.command](options)
     except MisconfigurationException as error:
         print(f"lightning-swarm: {error}", file=sys.stderr)
-        return USAGE
+        return NOT_NOW if isinstance(error, NotNow) else USAGE
 
 
 def _parser() -> argparse.ArgumentParser:

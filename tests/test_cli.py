@@ -1,8 +1,10 @@
 """The command says what is wrong with its input, and its peers start and end as they should."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ import pytest
 from lightning_swarm import launcher
 from lightning_swarm.cli import main, read_secret
 from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.supervisor import NOT_NOW, USAGE
+from lightning_swarm.swarm.node import Node
 from tests.harness import fit_swarm
 from tests.scripts import tiny
 
@@ -96,6 +100,42 @@ def test_a_script_that_fails_says_so_itself(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(ZeroDivisionError):
         main(["run", script(tmp_path, "1 / 0")])
     assert capsys.readouterr().err == ""
+
+
+FIT = """
+from lightning_swarm import SwarmStrategy
+from tests.scripts import tiny
+tiny.make_trainer(SwarmStrategy(stages=2)).fit(tiny.Tiny(), tiny.data())
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--initial-peers", "FREE/p2p/SOMEBODY"], NOT_NOW, "initial_peers: none can be reached"),
+        (["--initial-peers", "FREE/p2p/SOMEBODY", "--host-maddrs", "TAKEN"], NOT_NOW, "is in use by another process"),
+        (["--initial-peers", "FREE"], USAGE, "is not the address of a peer"),
+        (["--initial-peers", "STRANGER"], USAGE, "belongs to another run than 'mine'"),
+        ([], USAGE, "A worker needs the address of a live peer"),
+    ],
+)
+def test_what_may_work_in_a_moment_has_an_exit_code_of_its_own(
+    options: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken, socket.socket() as free, contextlib.ExitStack() as stack:
+        for one in (taken, free):
+            one.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = {
+            "TAKEN": f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",
+            "FREE": f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}",  # nobody listens there
+            "SOMEBODY": "12D3KooWEiXZcTZLnBNGsDwoStTQUmQ3cbnU3h3TDSMpfvwX8dGF",
+        }
+        if "STRANGER" in options:
+            words["STRANGER"] = stack.enter_context(Node(run_id="other")).maddrs[0]
+        given = [re.sub("|".join(words), lambda found: words[found[0]], option) for option in options]
+        assert main(["run", "--run-id", "mine", *given, script(tmp_path, FIT)]) == code
+    assert message in capsys.readouterr().err
 
 
 def test_the_options_reach_the_strategy(tmp_path: Path) -> None:
