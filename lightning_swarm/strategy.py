@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,8 +99,9 @@ class SwarmStrategy(Strategy):
             one.
         secret: With it (or ``LIGHTNING_SWARM_SECRET``), only peers that have it too can take part.
         host_maddrs: Where to listen; by default ``LIGHTNING_SWARM_HOST_MADDRS``, separated by commas, else any port of
-            this machine alone. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join. This and the next two
-            are the trainer's: the workers that it starts on its own machine have a port and a key of their own.
+            this machine alone. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join. The workers that
+            the trainer starts on its own machine listen there, too, each at a free port of its own; the next two are
+            the trainer's alone.
         announce_maddrs: Addresses to tell others instead, where the host's own do not work from outside; by default
             ``LIGHTNING_SWARM_ANNOUNCE_MADDRS``.
         identity_path: File of the peer's private key, for an address that survives restarts; by default
@@ -440,9 +442,9 @@ class SwarmStrategy(Strategy):
             if self._secret is not None:
                 environment[launching.SECRET] = self._secret.decode()
             # What is this peer's own: two peers cannot have one key, or listen at one port.
-            environment.update(
-                dict.fromkeys((launching.IDENTITY, launching.HOST_MADDRS, launching.ANNOUNCE_MADDRS), "")
-            )
+            environment.update(dict.fromkeys((launching.IDENTITY, launching.ANNOUNCE_MADDRS), ""))
+            # But whoever can reach the trainer must reach them, too: workers fetch from each other.
+            environment[launching.HOST_MADDRS] = ",".join(dict.fromkeys(map(_any_port, self._host_maddrs)))
             environments.append(environment)
         return environments
 
@@ -931,6 +933,10 @@ def _role(role: str) -> str:
 def _is_local() -> bool:
     """Whether the trainer has started this process, on its own machine."""
     return int(os.environ.get(launching.LOCAL_INDEX) or "-1") >= 0
+
+
+def _any_port(address: str) -> str:
+    return re.sub(r"/(tcp|udp)/\d+", r"/\1/0", address)
 
 
 def _addresses(given: Sequence[str] | None, variable: str) -> list[str]:

@@ -23,6 +23,7 @@ from tests.harness import fit_swarm
 from tests.scripts import tiny
 
 ROOT = Path(__file__).parents[1]
+HOST = "/ip4/0.0.0.0/tcp/31337"
 
 
 @pytest.fixture(autouse=True)
@@ -150,16 +151,17 @@ def test_the_options_reach_the_strategy(tmp_path: Path) -> None:
         "    str(strategy._identity_path), sys.argv[1:])))\n",
     )
     options = ["--run-id", "mine", "--secret-file", str(secret), "--identity", str(tmp_path / "key")]
-    options += ["--initial-peers", "a,b", "--initial-peers", "c", "--host-maddrs", "h", "--announce-maddrs", "i,j"]
+    options += ["--initial-peers", "a,b", "--initial-peers", "c", "--host-maddrs", HOST, "--announce-maddrs", "i,j"]
     main(["run", *options, name, "--lr", "3", "--role", "its own"])
     arguments = ["--lr", "3", "--role", "its own"]
-    expected = ("worker", "mine", b"swordfish", ["a", "b", "c"], ["h"], ["i", "j"], str(tmp_path / "key"), arguments)
+    expected = ("worker", "mine", b"swordfish", ["a", "b", "c"], [HOST], ["i", "j"], str(tmp_path / "key"), arguments)
     assert seen.read_text() == repr(expected)
     # Local workers of a trainer have keys and ports of their own.
     strategy = SwarmStrategy(role="trainer")
     node: Any = type("Node", (), {"maddrs": ["x"]})
     first = strategy._environments(node)[0]
-    assert first[launcher.IDENTITY] == first[launcher.HOST_MADDRS] == first[launcher.ANNOUNCE_MADDRS] == ""
+    assert first[launcher.IDENTITY] == first[launcher.ANNOUNCE_MADDRS] == ""
+    assert first[launcher.HOST_MADDRS] == "/ip4/0.0.0.0/tcp/0", "as reachable as the trainer"
 
 
 @pytest.mark.parametrize(
@@ -168,18 +170,18 @@ def test_the_options_reach_the_strategy(tmp_path: Path) -> None:
 def test_what_the_script_gives_the_trainer_is_not_for_its_local_workers(
     index: str | None, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, announced, key = "/ip4/0.0.0.0/tcp/31337", "/ip4/192.0.2.7/tcp/31337", "trainer.key"
+    own = {"host_maddrs": [HOST], "announce_maddrs": ["/ip4/192.0.2.7/tcp/31337"], "identity_path": "trainer.key"}
     node: Any = type("Node", (), {"maddrs": ["x"]})
-    for name, value in SwarmStrategy(stages=4)._environments(node)[0].items():
+    for name, value in SwarmStrategy(stages=4, **own)._environments(node)[0].items():  # type: ignore[arg-type]
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(launcher.LOCAL_INDEX)
     if index is not None:
         monkeypatch.setenv(launcher.LOCAL_INDEX, index)
-    strategy = SwarmStrategy(stages=4, host_maddrs=[host], announce_maddrs=[announced], identity_path=key)
+    strategy = SwarmStrategy(stages=4, **own)  # type: ignore[arg-type]
     assert strategy.role == "worker"
-    assert strategy._host_maddrs == ([host] if given else ["/ip4/127.0.0.1/tcp/0"])
-    assert strategy._announce_maddrs == ([announced] if given else None)
-    assert strategy._identity_path == (Path(key) if given else None)
+    assert strategy._host_maddrs == ([HOST] if given else ["/ip4/0.0.0.0/tcp/0"])
+    assert strategy._announce_maddrs == (own["announce_maddrs"] if given else None)
+    assert strategy._identity_path == (Path("trainer.key") if given else None)
 
 
 @pytest.fixture
