@@ -417,6 +417,7 @@ class SwarmStrategy(Strategy):
             "To let another machine join, start this script there with:\n"
             f"  {launching.ROLE}=worker {launching.RUN_ID}={self._run_id} "
             f"{launching.INITIAL_PEERS}={','.join(node.maddrs)}"
+            + (f"\nand {launching.SECRET} set to the run's secret, unless the script gives it." if self._secret else "")
         )
         self._local = self._start_workers(node)
 

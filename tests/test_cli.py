@@ -193,8 +193,8 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
         process.wait()
 
 
-def command(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def command(*arguments: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
     return subprocess.Popen(
         [sys.executable, "-m", "lightning_swarm.cli", *arguments],
         cwd=folder,
@@ -223,6 +223,39 @@ def test_a_bootstrap_peer_prints_the_join_line_and_keeps_its_address(
     assert '"note": "no trainer is there"' in capsys.readouterr().out
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+
+
+def test_the_secret_of_the_environment_counts_for_every_command_and_is_never_printed(
+    tmp_path: Path, processes: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--run-id", "mine"]
+    process = command("bootstrap", *options, folder=tmp_path, LIGHTNING_SWARM_SECRET="swordfish")
+    processes.append(process)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(4)]
+    assert lines[2] == "and with the run's secret in LIGHTNING_SWARM_SECRET, or with:\n", lines
+    found = re.fullmatch(
+        r"  lightning-swarm run --run-id mine --secret-file FILE --initial-peers (\S+) \.\.\.\n", lines[3]
+    )
+    assert found is not None and "swordfish" not in "".join(lines), lines
+    ask = ["status", "--json", "--run-id", "mine", "--initial-peers", found[1]]
+    os.environ[launcher.SECRET] = "swordfish"
+    assert main(ask) == 1, "nobody is there yet"
+    os.environ[launcher.SECRET] = "herring"
+    assert main(ask) == USAGE
+    assert "does not let this peer in" in capsys.readouterr().err
+
+
+def test_the_trainers_join_line_says_that_there_is_a_secret_and_not_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lightning_swarm.strategy.rank_zero_info", said.append)
+    for secret in ("swordfish", None):
+        strategy = SwarmStrategy(workers=0, secret=secret)
+        strategy._start()
+        strategy.shutdown()
+    with_secret, without = said
+    assert "LIGHTNING_SWARM_SECRET" in with_secret and "swordfish" not in with_secret
+    assert "SECRET" not in without and "LIGHTNING_SWARM_ROLE=worker" in without
 
 
 class OneJoinsAndGoes(pl.Callback):
