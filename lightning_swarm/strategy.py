@@ -881,9 +881,20 @@ class SwarmStrategy(Strategy):
             ``by_worker`` (those of each stage, and of each worker by peer id, gone ones included: joins, leaves, bans
             and what happened to microbatches), ``bans`` (each with peer, stage, cause and length), ``recoveries_s``
             (seconds from each loss of a worker or a stage to the moment when what went with it was done again),
-            ``trainer`` (its bytes) and ``workers``, a row each: stage, peer, device, microbatches and share of its
-            stage's, seconds in forward, backward, waiting, reduction and commit, bytes sent and received, bytes in its
-            outbox.
+            ``trainer`` (its bytes) and ``workers``, a row each.
+
+            What the trainer knows of a worker: ``stage``, ``peer``, ``local_index`` (-1 for one that was started
+            elsewhere), ``device``, ``ready`` (it gets tasks; one that still fetches its state does not), ``moving_to``
+            (the stage it fetches beside its work, or ``None``), ``banned``, ``microbatches``, ``share`` (of its
+            stage's microbatches), ``microbatches_per_s`` and ``compute_s`` (as it has told with its replies) and
+            ``outstanding`` (tasks given and not answered).
+
+            What the worker adds when it is asked: ``queued`` (tasks that wait for its device), ``forward_s``,
+            ``backward_s``, ``waiting_s`` (for other workers' activations and gradients), ``reduction_s``, ``commit_s``,
+            ``busy_s`` and ``queue_s`` (seconds computed, and waiting to be), ``downloads`` (states of stages fetched),
+            ``bytes_sent``, ``bytes_received``, ``outbox_bytes``, ``outbox_peak_bytes`` (the most there ever were) and
+            ``evicted`` (what its outbox had no room for). Where it does not answer, these are missing, and
+            ``unreachable`` says why.
         """
         if self._session is not None and isinstance(self._peer, TrainerPeer):
             self._report = self._peer.run(self._session.report())
