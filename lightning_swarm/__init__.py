@@ -5,10 +5,10 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_swarm.callbacks import FaultBanning
+from lightning_swarm.callbacks import FaultBanning, Rebalancing, SwarmMonitor
 from lightning_swarm.strategy import SwarmStrategy
 
 __version__ = "0.1.0"
-__all__ = ["FaultBanning", "SwarmStrategy"]
+__all__ = ["FaultBanning", "Rebalancing", "SwarmMonitor", "SwarmStrategy"]
 
 SwarmStrategy.register_strategies(StrategyRegistry)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_swarm.supervisor import USAGE
+from lightning_swarm.supervisor import NOT_NOW, USAGE
+from lightning_swarm.swarm.errors import NotNow
 
 _LOOK_EVERY_S = 2.0
 _BOOTSTRAP_HOST = "/ip4/0.0.0.0/tcp/31337"
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands[options.command](options)
     except MisconfigurationException as error:
         print(f"lightning-swarm: {error}", file=sys.stderr)
-        return USAGE
+        return NOT_NOW if isinstance(error, NotNow) else USAGE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("simulate", help="simulate a swarm (lightning-swarm simulate --help)", add_help=False)
     for command in (run, bootstrap, status):
         command.add_argument("--run-id", required=command is status, help="names the run")
-        command.add_argument("--secret-file", type=Path, metavar="FILE", help="file with the run's secret")
+        command.add_argument(
+            "--secret-file",
+            type=Path,
+            metavar="FILE",
+            help="file with the run's secret; without it, what LIGHTNING_SWARM_SECRET says",
+        )
         command.add_argument(
             "--initial-peers",
             default=[],
@@ -124,7 +130,10 @@ def read_secret(file: Path) -> str:
 
 
 def _secret(options: argparse.Namespace) -> bytes | None:
-    return None if options.secret_file is None else read_secret(options.secret_file).encode()
+    from lightning_swarm import launcher
+
+    found = os.environ.get(launcher.SECRET) if options.secret_file is None else read_secret(options.secret_file)
+    return found.encode() if found else None
 
 
 def _stopped() -> threading.Event:
@@ -234,8 +243,9 @@ def _bootstrap(options: argparse.Namespace) -> int:
         node.run(refuse_other_runs(node, initial_peers))
         print("Let trainer and workers join this peer with:")
         print(f"  {launcher.RUN_ID}={run_id} {launcher.INITIAL_PEERS}={','.join(node.maddrs)}")
-        print("or with:")
-        print(f"  lightning-swarm run --run-id {run_id} --initial-peers {','.join(node.maddrs)} ...", flush=True)
+        print(f"and with the run's secret in {launcher.SECRET}, or with:" if secret else "or with:")
+        given = f"--run-id {run_id}{' --secret-file FILE' if secret else ''} --initial-peers {','.join(node.maddrs)}"
+        print(f"  lightning-swarm run {given} ...", flush=True)
         done.wait()
     return 0
 

@@ -10,6 +10,9 @@ AWS         ``http://169.254.169.254/latest/meta-data/spot/instance-action``    
 GCP         ``http://metadata.google.internal/computeMetadata/v1/instance/preempted``             30
 Azure       ``http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01``            30 or more
 ==========  ====================================================================================  ===============
+
+Azure's list tells every machine of a scale set of all of them, so it is compared with the machine's own name, which the
+same service knows.
 """
 
 import json
@@ -17,6 +20,7 @@ import logging
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +38,7 @@ _TOKEN_PATH = "/latest/api/token"
 _TOKEN_TTL = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
 _TOKEN = "X-aws-ec2-metadata-token"
 _FORGET_TOKEN = (401, 403)
+_NAME_PATH, _NAME_QUERY = "/metadata/instance/compute/name", "api-version=2021-02-01&format=text"
 
 
 class Notice(Protocol):
@@ -76,6 +81,8 @@ class UrlNotice:
         self._url = url
         self._token_url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, _TOKEN_PATH, "", ""))
         self._token: str | None = None
+        self._name_url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, _NAME_PATH, _NAME_QUERY, ""))
+        self._name = ""
         self._silent = False
         # A proxy for the internet does not lead to the machine's own metadata service.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -84,6 +91,7 @@ class UrlNotice:
         """Ask once; a service that does not answer has said nothing, which is logged once."""
         try:
             status, body = self._get()
+            noticed = is_notice(status, body, self._machine)
         except (OSError, ValueError) as error:
             if not self._silent:
                 log.warning("%s does not answer, so no spot notice will be seen there: %s", self._url, error)
@@ -92,7 +100,15 @@ class UrlNotice:
         if self._silent:
             log.warning("%s answers again.", self._url)
         self._silent = False
-        return f"{self._url} says {body.strip()[:200]!r}" if is_notice(status, body) else None
+        return f"{self._url} says {body.strip()[:200]!r}" if noticed else None
+
+    def _machine(self) -> str:
+        if not self._name:
+            status, body = self._request("GET", self._name_url, {})
+            if status != 200 or not body.strip():
+                raise OSError(f"whose notice this is cannot be told, {self._name_url} answers with status {status}")
+            self._name = body.strip()
+        return self._name
 
     def _get(self) -> tuple[int, str]:
         status, body = self._request("GET", self._url, {_TOKEN: self._token} if self._token else {})
@@ -114,11 +130,17 @@ class UrlNotice:
                 return error.code, ""
 
 
-def is_notice(status: int, body: str) -> bool:
+def is_notice(status: int, body: str, machine: Callable[[], str]) -> bool:
     """Whether an answer says that the machine will be taken back.
 
     AWS answers 404 until there is a notice; GCP always answers, ``FALSE`` or ``TRUE``; Azure always lists what is
-    scheduled, and a ``Preempt`` among it is the notice. Any other service: whatever it answers with status 200.
+    scheduled for this machine and its neighbours, and a ``Preempt`` among it that names this machine is the notice. Any
+    other service: whatever it answers with status 200.
+
+    Args:
+        status: The answer's.
+        body: What it says.
+        machine: Gives this machine's name; called only when some machine is to be preempted.
     """
     text = body.strip()
     if status != 200 or not text or text.upper() == "FALSE":
@@ -127,6 +149,15 @@ def is_notice(status: int, body: str) -> bool:
         content = json.loads(text)
     except ValueError:
         return True
-    if isinstance(content, dict) and isinstance(content.get("Events"), list):
-        return any(isinstance(event, dict) and event.get("EventType") == "Preempt" for event in content["Events"])
-    return True
+    if not isinstance(content, dict) or not isinstance(content.get("Events"), list):
+        return True
+    names = [name for event in content["Events"] for name in _preempted(event)]
+    return bool(names) and machine().casefold() in names
+
+
+def _preempted(event: object) -> list[str]:
+    """The names of the machines that will be taken back by one of Azure's events."""
+    if not isinstance(event, dict) or event.get("EventType") != "Preempt":
+        return []
+    names = event.get("Resources")
+    return [str(name).casefold() for name in names] if isinstance(names, list) else []

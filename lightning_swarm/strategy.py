@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,7 +100,9 @@ class SwarmStrategy(Strategy):
             one.
         secret: With it (or ``LIGHTNING_SWARM_SECRET``), only peers that have it too can take part.
         host_maddrs: Where to listen; by default ``LIGHTNING_SWARM_HOST_MADDRS``, separated by commas, else any port of
-            this machine alone. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join.
+            this machine alone. Give ``["/ip4/0.0.0.0/tcp/31337"]`` to let other machines join. The workers that
+            the trainer starts on its own machine listen there, too, each at a free port of its own; the next two are
+            the trainer's alone.
         announce_maddrs: Addresses to tell others instead, where the host's own do not work from outside; by default
             ``LIGHTNING_SWARM_ANNOUNCE_MADDRS``.
         identity_path: File of the peer's private key, for an address that survives restarts; by default
@@ -211,6 +214,9 @@ class SwarmStrategy(Strategy):
         ):
             if isinstance(addresses, str):
                 raise MisconfigurationException(f"SwarmStrategy({name}={addresses!r}) must be a list of addresses.")
+        if self.role == "worker" and _is_local():
+            # Rerun from the trainer's script, whose key and port are taken.
+            host_maddrs = announce_maddrs = identity_path = None
         check_order(startup_timeout, trainer_timeout)
         self._stage_count = count
         self._workers = count if workers is None else workers
@@ -413,6 +419,7 @@ class SwarmStrategy(Strategy):
             "To let another machine join, start this script there with:\n"
             f"  {launching.ROLE}=worker {launching.RUN_ID}={self._run_id} "
             f"{launching.INITIAL_PEERS}={','.join(node.maddrs)}"
+            + (f"\nand {launching.SECRET} set to the run's secret, unless the script gives it." if self._secret else "")
         )
         self._local = self._start_workers(node)
 
@@ -438,9 +445,9 @@ class SwarmStrategy(Strategy):
             if self._secret is not None:
                 environment[launching.SECRET] = self._secret.decode()
             # What is this peer's own: two peers cannot have one key, or listen at one port.
-            environment.update(
-                dict.fromkeys((launching.IDENTITY, launching.HOST_MADDRS, launching.ANNOUNCE_MADDRS), "")
-            )
+            environment.update(dict.fromkeys((launching.IDENTITY, launching.ANNOUNCE_MADDRS), ""))
+            # But whoever can reach the trainer must reach them, too: workers fetch from each other.
+            environment[launching.HOST_MADDRS] = ",".join(dict.fromkeys(map(_any_port, self._host_maddrs)))
             environments.append(environment)
         return environments
 
@@ -878,9 +885,20 @@ class SwarmStrategy(Strategy):
             ``by_worker`` (those of each stage, and of each worker by peer id, gone ones included: joins, leaves, bans
             and what happened to microbatches), ``bans`` (each with peer, stage, cause and length), ``recoveries_s``
             (seconds from each loss of a worker or a stage to the moment when what went with it was done again),
-            ``trainer`` (its bytes) and ``workers``, a row each: stage, peer, device, microbatches and share of its
-            stage's, seconds in forward, backward, waiting, reduction and commit, bytes sent and received, bytes in its
-            outbox.
+            ``trainer`` (its bytes) and ``workers``, a row each.
+
+            What the trainer knows of a worker: ``stage``, ``peer``, ``local_index`` (-1 for one that was started
+            elsewhere), ``device``, ``ready`` (it gets tasks; one that still fetches its state does not), ``moving_to``
+            (the stage it fetches beside its work, or ``None``), ``banned``, ``microbatches``, ``share`` (of its
+            stage's microbatches), ``microbatches_per_s`` and ``compute_s`` (as it has told with its replies) and
+            ``outstanding`` (tasks given and not answered).
+
+            What the worker adds when it is asked: ``queued`` (tasks that wait for its device), ``forward_s``,
+            ``backward_s``, ``waiting_s`` (for other workers' activations and gradients), ``reduction_s``, ``commit_s``,
+            ``busy_s`` and ``queue_s`` (seconds computed, and waiting to be), ``downloads`` (states of stages fetched),
+            ``bytes_sent``, ``bytes_received``, ``outbox_bytes``, ``outbox_peak_bytes`` (the most there ever were) and
+            ``evicted`` (what its outbox had no room for). Where it does not answer, these are missing, and
+            ``unreachable`` says why.
         """
         if self._session is not None and isinstance(self._peer, TrainerPeer):
             self._report = self._peer.run(self._session.report())
@@ -922,10 +940,20 @@ def parameters_on_meta() -> Iterator[None]:
 def _role(role: str) -> str:
     if role not in ("auto", "trainer", "worker"):
         raise MisconfigurationException(f"SwarmStrategy(role={role!r}) must be 'auto', 'trainer' or 'worker'.")
-    found = os.environ.get(launching.ROLE, "trainer") if role == "auto" else role
+    # The trainer's local workers run the trainer's script, whatever that says.
+    found = os.environ.get(launching.ROLE, "trainer") if role == "auto" or _is_local() else role
     if found not in ("trainer", "worker"):
         raise MisconfigurationException(f"{launching.ROLE}={found!r} must be 'trainer' or 'worker'.")
     return found
+
+
+def _is_local() -> bool:
+    """Whether the trainer has started this process, on its own machine."""
+    return int(os.environ.get(launching.LOCAL_INDEX) or "-1") >= 0
+
+
+def _any_port(address: str) -> str:
+    return re.sub(r"/(tcp|udp)/\d+", r"/\1/0", address)
 
 
 def _addresses(given: Sequence[str] | None, variable: str) -> list[str]:

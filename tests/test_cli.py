@@ -1,8 +1,10 @@
 """The command says what is wrong with its input, and its peers start and end as they should."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +17,13 @@ import pytest
 from lightning_swarm import launcher
 from lightning_swarm.cli import main, read_secret
 from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.supervisor import NOT_NOW, USAGE
+from lightning_swarm.swarm.node import Node
 from tests.harness import fit_swarm
 from tests.scripts import tiny
 
 ROOT = Path(__file__).parents[1]
+HOST = "/ip4/0.0.0.0/tcp/31337"
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +103,42 @@ def test_a_script_that_fails_says_so_itself(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
+FIT = """
+from lightning_swarm import SwarmStrategy
+from tests.scripts import tiny
+tiny.make_trainer(SwarmStrategy(stages=2)).fit(tiny.Tiny(), tiny.data())
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--initial-peers", "FREE/p2p/SOMEBODY"], NOT_NOW, "initial_peers: none can be reached"),
+        (["--initial-peers", "FREE/p2p/SOMEBODY", "--host-maddrs", "TAKEN"], NOT_NOW, "is in use by another process"),
+        (["--initial-peers", "FREE"], USAGE, "is not the address of a peer"),
+        (["--initial-peers", "STRANGER"], USAGE, "belongs to another run than 'mine'"),
+        ([], USAGE, "A worker needs the address of a live peer"),
+    ],
+)
+def test_what_may_work_in_a_moment_has_an_exit_code_of_its_own(
+    options: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken, socket.socket() as free, contextlib.ExitStack() as stack:
+        for one in (taken, free):
+            one.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = {
+            "TAKEN": f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",
+            "FREE": f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}",  # nobody listens there
+            "SOMEBODY": "12D3KooWEiXZcTZLnBNGsDwoStTQUmQ3cbnU3h3TDSMpfvwX8dGF",
+        }
+        if "STRANGER" in options:
+            words["STRANGER"] = stack.enter_context(Node(run_id="other")).maddrs[0]
+        given = [re.sub("|".join(words), lambda found: words[found[0]], option) for option in options]
+        assert main(["run", "--run-id", "mine", *given, script(tmp_path, FIT)]) == code
+    assert message in capsys.readouterr().err
+
+
 def test_the_options_reach_the_strategy(tmp_path: Path) -> None:
     secret, seen = tmp_path / "secret", tmp_path / "seen"
     secret.write_text("swordfish")
@@ -110,16 +151,38 @@ def test_the_options_reach_the_strategy(tmp_path: Path) -> None:
         "    str(strategy._identity_path), sys.argv[1:])))\n",
     )
     options = ["--run-id", "mine", "--secret-file", str(secret), "--identity", str(tmp_path / "key")]
-    options += ["--initial-peers", "a,b", "--initial-peers", "c", "--host-maddrs", "h", "--announce-maddrs", "i,j"]
+    options += ["--initial-peers", "a,b", "--initial-peers", "c", "--host-maddrs", HOST, "--announce-maddrs", "i,j"]
     main(["run", *options, name, "--lr", "3", "--role", "its own"])
     arguments = ["--lr", "3", "--role", "its own"]
-    expected = ("worker", "mine", b"swordfish", ["a", "b", "c"], ["h"], ["i", "j"], str(tmp_path / "key"), arguments)
+    expected = ("worker", "mine", b"swordfish", ["a", "b", "c"], [HOST], ["i", "j"], str(tmp_path / "key"), arguments)
     assert seen.read_text() == repr(expected)
     # Local workers of a trainer have keys and ports of their own.
     strategy = SwarmStrategy(role="trainer")
     node: Any = type("Node", (), {"maddrs": ["x"]})
     first = strategy._environments(node)[0]
-    assert first[launcher.IDENTITY] == first[launcher.HOST_MADDRS] == first[launcher.ANNOUNCE_MADDRS] == ""
+    assert first[launcher.IDENTITY] == first[launcher.ANNOUNCE_MADDRS] == ""
+    assert first[launcher.HOST_MADDRS] == "/ip4/0.0.0.0/tcp/0", "as reachable as the trainer"
+
+
+@pytest.mark.parametrize(
+    ("index", "given"), [("0", False), ("3", False), (None, True), ("-1", True)], ids=["first", "fourth", "no", "-1"]
+)
+def test_what_the_script_gives_the_trainer_is_not_for_its_local_workers(
+    index: str | None, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"host_maddrs": [HOST], "announce_maddrs": ["/ip4/192.0.2.7/tcp/31337"], "identity_path": "trainer.key"}
+    node: Any = type("Node", (), {"maddrs": ["x"]})
+    for name, value in SwarmStrategy(stages=4, **own)._environments(node)[0].items():  # type: ignore[arg-type]
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(launcher.LOCAL_INDEX)
+    if index is not None:
+        monkeypatch.setenv(launcher.LOCAL_INDEX, index)
+    strategy = SwarmStrategy(stages=4, **own)  # type: ignore[arg-type]
+    assert strategy.role == "worker"
+    assert SwarmStrategy(role="trainer").role == ("trainer" if given else "worker")
+    assert strategy._host_maddrs == ([HOST] if given else ["/ip4/0.0.0.0/tcp/0"])
+    assert strategy._announce_maddrs == (own["announce_maddrs"] if given else None)
+    assert strategy._identity_path == (Path("trainer.key") if given else None)
 
 
 @pytest.fixture
@@ -131,8 +194,8 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
         process.wait()
 
 
-def command(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def command(*arguments: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
     return subprocess.Popen(
         [sys.executable, "-m", "lightning_swarm.cli", *arguments],
         cwd=folder,
@@ -161,6 +224,39 @@ def test_a_bootstrap_peer_prints_the_join_line_and_keeps_its_address(
     assert '"note": "no trainer is there"' in capsys.readouterr().out
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+
+
+def test_the_secret_of_the_environment_counts_for_every_command_and_is_never_printed(
+    tmp_path: Path, processes: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--run-id", "mine"]
+    process = command("bootstrap", *options, folder=tmp_path, LIGHTNING_SWARM_SECRET="swordfish")
+    processes.append(process)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(4)]
+    assert lines[2] == "and with the run's secret in LIGHTNING_SWARM_SECRET, or with:\n", lines
+    found = re.fullmatch(
+        r"  lightning-swarm run --run-id mine --secret-file FILE --initial-peers (\S+) \.\.\.\n", lines[3]
+    )
+    assert found is not None and "swordfish" not in "".join(lines), lines
+    ask = ["status", "--json", "--run-id", "mine", "--initial-peers", found[1]]
+    os.environ[launcher.SECRET] = "swordfish"
+    assert main(ask) == 1, "nobody is there yet"
+    os.environ[launcher.SECRET] = "herring"
+    assert main(ask) == USAGE
+    assert "does not let this peer in" in capsys.readouterr().err
+
+
+def test_the_trainers_join_line_says_that_there_is_a_secret_and_not_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lightning_swarm.strategy.rank_zero_info", said.append)
+    for secret in ("swordfish", None):
+        strategy = SwarmStrategy(workers=0, secret=secret)
+        strategy._start()
+        strategy.shutdown()
+    with_secret, without = said
+    assert "LIGHTNING_SWARM_SECRET" in with_secret and "swordfish" not in with_secret
+    assert "SECRET" not in without and "LIGHTNING_SWARM_ROLE=worker" in without
 
 
 class OneJoinsAndGoes(pl.Callback):

@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_swarm.callbacks import SwarmMonitor
+from lightning_swarm import SwarmMonitor, SwarmStrategy
 from lightning_swarm.testing import Fault, Faults
 from tests.harness import AllAtWork, fit_swarm
 from tests.models import CASES, GPT
@@ -47,6 +47,10 @@ def test_one_repeated_task_and_one_worker_that_vanishes_are_in_the_numbers() -> 
     # That it cannot be reached bans it for a moment.
     (ban,) = report["bans"]
     assert (ban["peer"], ban["stage"], ban["cause"], ban["seconds"]) == (killed, 0, "reset", 2.0)
+
+    described = SwarmStrategy.report.__doc__ or ""
+    for names in (report, *report["workers"]):
+        assert [name for name in names if f"``{name}``" not in described] == []
 
     metrics = SwarmMonitor.metrics(report, {}, workers=True)
     assert metrics["swarm/stage0/lost"] == metrics[f"swarm/worker/{killed[-6:]}/lost"] == lost

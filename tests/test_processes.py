@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_swarm import launcher
 from lightning_swarm.testing import ThreadSwarmStrategy
 from tests.harness import times
 from tests.scripts import tiny
@@ -206,6 +208,35 @@ def test_a_worker_that_dies_at_its_start_ends_the_run_with_its_traceback(start: 
     assert re.match(r".*Local worker [01] has ended with exit code 1\. Its last output:\n\nTraceback ", traceback)
     assert traceback.rstrip().endswith("RuntimeError: this worker is broken")
     assert re.search(r"^\[worker [01]\] RuntimeError: this worker is broken$", run.output, re.MULTILINE)
+    run.assert_nothing_left()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_local_worker_that_is_killed_is_started_again_and_the_weights_are_the_same(
+    start: Start, plain: tuple[list[float], list[float]]
+) -> None:
+    run = start(f"killed worker, {free_port()}")
+    assert run.ended() == 0, run.output
+    assert re.search(r"Local worker 0 \(stage 0\) has ended with exit code -9; it is started again\.", run.output)
+    assert told(run, "restarts") == [1]
+    assert told(run, "loss") == pytest.approx(plain[0], abs=1e-6)
+    assert told(run, "weights")[0] == pytest.approx(plain[1], abs=1e-6)
+    run.assert_nothing_left()
+
+
+def test_a_local_worker_that_is_killed_and_cannot_start_again_ends_the_run_with_its_traceback(start: Start) -> None:
+    run = start(f"killed worker, {free_port()}, for good")
+    assert run.ended() == 1, run.output
+    traceback = run.output[run.output.rindex("lightning_swarm.launcher.WorkerDied: ") :]
+    assert re.match(r".*Local worker 0 has ended with exit code 1\. Its last output:\n\nTraceback ", traceback)
+    assert traceback.rstrip().endswith("RuntimeError: this worker is broken")
+    assert run.output.count("it is started again") == launcher._MOST_FUTILE_STARTS - 1
+    assert told(run, "weights") == []
     run.assert_nothing_left()
 
 

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_swarm.callbacks import Rebalancing, SwarmMonitor
+from lightning_swarm import Rebalancing, SwarmMonitor
 from lightning_swarm.policies.rebalancing import Move, PaperRebalancer, Rebalancer
 from lightning_swarm.policies.utilization import SwarmLoad
 from lightning_swarm.swarm.calls import LoadRecord

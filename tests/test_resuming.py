@@ -168,6 +168,14 @@ def test_a_full_disk_is_a_warning(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_trainer_had_half_written_is_removed_by_the_next_write(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    for name in ("step=3.part", "other.part"):
+        (tmp_path / name).write_bytes(b"half")
+    snapshots.write(4, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.part", "step=4.ckpt"]
+
+
 class Elsewhere:
     """Workers that are not the trainer's: they know a bootstrap peer, and outlive trainers.
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_swarm import supervisor
 from lightning_swarm.notices import FileNotice
-from lightning_swarm.supervisor import Supervisor, pause_s
+from lightning_swarm.supervisor import NOT_NOW, Supervisor, pause_s
 
 # Counts its starts in the file "starts"; fails while there are fewer than its argument.
 COUNT = """
@@ -99,6 +99,11 @@ def test_failures_are_answered_with_so_many_starts(
 def test_wrong_use_is_not_tried_again() -> None:
     assert supervise('import sys; open("starts", "a").write("x\\n"); sys.exit(2)', restarts=5).run() == 2
     assert starts() == 1
+
+
+def test_a_peer_or_a_port_that_is_not_there_yet_is_tried_again() -> None:
+    assert supervise(COUNT.replace("else 7", f"else {NOT_NOW}"), "3", restarts=5).run() == 0
+    assert starts() == 3
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM], ids=["notice", "SIGTERM"])

@@ -4,7 +4,12 @@
     lightning-swarm simulate routing --workers 8 32 128 --stages 4 --network gcp12_latency_bandwidth.csv
 
 ``rebalancing`` runs the rebalancing rules on a trace of preemptions, ``routing`` simulates every microbatch of swarms
-of unequal workers. Both print a table; ``--json FILE`` writes it, ``--plot FILE`` draws it.
+of unequal workers. Both print a table; ``--json FILE`` writes it, ``--plot FILE`` draws it. ``routing`` and ``--plot``
+need more packages: ``pip install '.[simulation]'`` in a clone of lightning-swarm.
+
+No traces come with the package. The preemptions are Bamboo's (github.com/uclasystem/bamboo), the latencies those of
+``communication/communication_costs.py`` in CheckFree (github.com/gensyn-ai/CheckFree), as a CSV file; see the options
+for the columns.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("Plots need matplotlib: pip install 'lightning-swarm[simulation]'") from None
+        raise ImportError("Plots need matplotlib: pip install '.[simulation]' in a clone of lightning-swarm") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -135,7 +135,9 @@ def max_flow(workers: Sequence[SimulatedWorker], settings: SwarmSettings) -> flo
     try:
         import networkx
     except ImportError:
-        raise ImportError("The max-flow bound needs networkx: pip install 'lightning-swarm[simulation]'") from None
+        raise ImportError(
+            "The max-flow bound needs networkx: pip install '.[simulation]' in a clone of lightning-swarm"
+        ) from None
     graph = networkx.DiGraph()
     for worker in workers:
         seconds = settings.forward_of(worker.stage) / worker.speed * (1.0 + settings.backward_ratio)

@@ -18,7 +18,7 @@ from lightning_swarm._compat_hivemind import (
     connect,
     peer_id_bytes,
 )
-from lightning_swarm.swarm.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
+from lightning_swarm.swarm.errors import DeadlineExceeded, NotNow, PeerUnreachable, ProtocolError
 from lightning_swarm.swarm.guard import CallGuard, RecordGuard
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ async def connect_initial(p2p: P2P, maddrs: Sequence[Multiaddr], timeout_s: floa
     """Dials all at once and returns those that answered, as soon as one has and the rest had a moment to.
 
     Raises:
-        MisconfigurationException: When none answers, as soon as that is clear, with the reason for each.
+        NotNow: When none answers, as soon as that is clear, with the reason for each.
     """
     if not maddrs:
         return []
@@ -88,9 +88,7 @@ async def connect_initial(p2p: P2P, maddrs: Sequence[Multiaddr], timeout_s: floa
     reasons.update({str(dials[dial]): "no answer" for dial in pending})
     listing = "".join(f"\n  {address}: {reason}" for address, reason in reasons.items())
     if not live:
-        raise MisconfigurationException(
-            f"initial_peers: none can be reached. Is a peer of the run alive there?{listing}"
-        )
+        raise NotNow(f"initial_peers: none can be reached. Is a peer of the run alive there?{listing}")
     if reasons:
         _log.warning(
             "initial_peers: some cannot be reached, going on with the others:%s",

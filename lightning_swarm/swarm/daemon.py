@@ -20,7 +20,7 @@ from pathlib import Path
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_swarm._compat_hivemind import P2P, Multiaddr, p2pd_path
-from lightning_swarm.swarm.errors import SwarmError
+from lightning_swarm.swarm.errors import NotNow, SwarmError
 from lightning_swarm.swarm.forks import forget, let_go_in_children
 from lightning_swarm.swarm.shortcut import DIRECTORY, SOCKET
 
@@ -225,7 +225,7 @@ def _check_free(maddr: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise MisconfigurationException(
+                raise NotNow(
                     f"host_maddrs: {maddr} is in use by another process. Name another port, or 0 for any free one."
                 ) from error
             raise MisconfigurationException(f"host_maddrs: cannot listen on {maddr}: {error.strerror}.") from error

@@ -9,7 +9,15 @@ pickled, so what the user's code raised on a peer arrives as `RemoteError` with 
 import traceback
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 _TEXT_LIMIT = 32_768
+
+
+class NotNow(MisconfigurationException):
+    """A peer cannot start now, but the same call may work in a moment: none of the given peers answers, or the port is
+    still in use. ``lightning-swarm run --restart`` tries it again, which it does with no other misconfiguration.
+    """
 
 
 class SwarmError(Exception):

@@ -55,7 +55,8 @@ class Node:
         directory: The run's records in the DHT.
 
     Raises:
-        MisconfigurationException: For an address that is malformed, in use or unreachable; names it.
+        MisconfigurationException: For an address that is malformed, or of another run; names it.
+        NotNow: For a port that is in use, or when no initial peer can be reached; names them.
 
     Example::
 

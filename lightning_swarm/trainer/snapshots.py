@@ -2,7 +2,7 @@
 
 A snapshot is a plain Lightning checkpoint. It gets its name when all of it is on the disk, so a file of that name is
 whole unless the disk has damaged it; ``torch.save`` writes a checksum for every part, which is compared before a
-snapshot is trusted. The newest two stay.
+snapshot is trusted. The newest two stay. What a trainer that was killed had half written is removed by the next write.
 """
 
 import contextlib
@@ -55,6 +55,8 @@ class Snapshots:
         """
         path = self.directory / f"step={step}.ckpt"
         part = path.with_suffix(".part")
+        for stale in self.directory.glob("step=*.part"):
+            stale.unlink(missing_ok=True)
         try:
             with part.open("wb") as file:
                 torch.save(checkpoint, file)

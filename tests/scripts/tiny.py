@@ -7,6 +7,12 @@ import sys
 if sys.argv[1:] == ["broken worker"] and os.environ.get("LIGHTNING_SWARM_ROLE") == "worker":
     raise RuntimeError("this worker is broken")
 
+if sys.argv[3:] == ["for good"] and os.environ.get("LIGHTNING_SWARM_LOCAL_INDEX") == "0":
+    try:
+        open("started once", "x").close()
+    except FileExistsError:
+        raise RuntimeError("this worker is broken") from None
+
 import threading
 from typing import Any
 
@@ -132,6 +138,20 @@ class AllReady(pl.Callback):
             print("loss", float(outputs["loss"]), flush=True)
 
 
+class Kill(pl.Callback):
+    """Lets local worker 0 vanish without a word when the sixth step begins, and tells how often one was restarted."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        if index == 5 and trainer.is_global_zero:
+            strategy._local._workers[0].process.kill()
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.is_global_zero:
+            print("restarts", strategy._local.restarts, flush=True)
+
+
 def train(strategy: Any, *callbacks: pl.Callback) -> list[float]:
     """Fit twelve batches, and tell the weights that came out."""
     pl.seed_everything(7, verbose=False)
@@ -189,6 +209,10 @@ def main() -> None:
     elif what == "train":
         workers, reproducible = int(more[0]), more[1:] == ["reproducible"]
         train(SwarmStrategy(stages=2, workers=workers, microbatches=8, reproducible=reproducible), AllReady(workers))
+    elif what == "killed worker":
+        # The trainer's port and key, which its worker finds in the script, too. One stage: what takes time is to start.
+        own: dict[str, Any] = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{more[0]}"], "identity_path": "trainer.key"}
+        train(SwarmStrategy(stages=1, microbatches=4, **own), AllReady(1), Kill())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command prints tables, writes files and says what is wrong with its input."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_routing_prints_a_table_and_writes_files(tmp_path: Path, capsys: pytest.
     assert "% of max flow" in capsys.readouterr().out
     assert [cell["workers"] for cell in json.loads(figures.read_text())["cells"]] == [2, 4]
     assert plot.exists()
+
+
+@pytest.mark.parametrize("package", ["networkx", "matplotlib"])
+def test_what_must_be_installed_first_is_said(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["routing", "--workers", "2", "--stages", "2", "--plot", str(tmp_path / "plot.png")]) == 2
+    said = capsys.readouterr().err
+    assert f"need{'s' if package == 'networkx' else ''} {package}: pip install '.[simulation]' in a clone" in said
 
 
 @pytest.mark.parametrize(
