@@ -325,7 +325,8 @@ class Session:
         request = StateRequest.from_dict(header)
         if (
             self.plan is None
-            or request.plan_version != self._plan_version
+            or (request.session, request.plan_version) != (self._identity.session, self._plan_version)
+            or request.stage not in range(len(self.plan.stages))
             or not self._gradient_log.covers(request.stage, self._since_origin)
         ):
             raise PeerStale("the trainer's copy of the model is not of this step")
