@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -442,6 +443,28 @@ def test_loads_are_in_the_dht_and_moves_in_the_logger(tmp_path: Path) -> None:
     assert counters(run)["moves"] == 1
     logger.save()
     assert "swarm/moves" in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
+
+
+# The policies by name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule", "period_s"),
+    [
+        ({}, Rebalancer, 60.0),
+        ({"policy": "swarm", "period": 5}, Rebalancer, 5.0),
+        ({"policy": "paper"}, PaperRebalancer, 60.0),
+        ({"policy": "paper", "period": 0.5}, PaperRebalancer, 0.5),
+    ],
+)
+def test_a_rule_is_chosen_by_name_and_gets_the_period(arguments: Any, rule: type, period_s: float) -> None:
+    chosen: list[Any] = []
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(rebalance=chosen.append))
+    callback = Rebalancing(**arguments)
+    for _ in range(2):
+        callback.on_train_start(trainer, make())
+    assert [(type(policy), policy.period_s) for policy in chosen] == 2 * [(rule, period_s)]
+    assert chosen[0] is not chosen[1], "every fit begins with nothing measured"
 
 
 # Mistakes

@@ -296,6 +296,14 @@ class PreparedRequest(Message):
 
 
 @dataclass(frozen=True)
+class NextRequest(Message):
+    """A worker whose session is over asks whether another one has begun."""
+
+    after: int = -1
+    """The number of the one that is over."""
+
+
+@dataclass(frozen=True)
 class StateRequest(Message):
     """Asks for the state of a stage."""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_swarm.swarm.calls import JoinReply, TrainerRecord, WorkerRecord
+from lightning_swarm.swarm.calls import JoinReply, NextRequest, TrainerRecord, WorkerRecord
 from lightning_swarm.swarm.errors import PeerBusy, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
@@ -106,7 +106,8 @@ class TrainerPeer:
 
     async def _next(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A worker whose session is over asks whether another one has begun."""
-        if header.get("after", -1) >= self.count and not self._ended:
+        request = NextRequest.from_dict(header)
+        if request.after >= self.count and not self._ended:
             await self._change(_WAIT_S)
         return {"session": self.count, "ended": self._ended}, []
 

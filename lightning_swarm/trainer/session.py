@@ -364,7 +364,11 @@ class Session:
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A slice of the whole model, while that is of the current step or can be brought there."""
         request = StateRequest.from_dict(header)
-        if self.plan is None or request.plan_version != self._plan_version:
+        if (
+            self.plan is None
+            or (request.session, request.plan_version) != (self._identity.session, self._plan_version)
+            or request.stage not in range(len(self.plan.stages))
+        ):
             raise PeerStale("there is another plan by now")
         async with self._origin_lock:
             if not self._can_give(request.stage):

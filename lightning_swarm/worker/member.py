@@ -35,7 +35,7 @@ from lightning_swarm.swarm.calls import (
     ReadyRequest,
     StateRequest,
 )
-from lightning_swarm.swarm.errors import CallerError, PeerStale, SwarmError
+from lightning_swarm.swarm.errors import CallerError, PeerBusy, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.worker.executor import Executor, Priority
@@ -113,6 +113,7 @@ class Member:
         self._taking: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._leaving = False
+        self._claim = asyncio.Lock()
 
     def serve(self) -> FinishRequest:
         """Work on the calling thread until the trainer ends the session.
@@ -194,12 +195,14 @@ class Member:
 
     async def _hold(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A trainer that was started again asks what there is; it is this worker's trainer from now on."""
-        if caller != self.trainer and await self._answers(self.trainer):
-            raise CallerError(
-                f"Run {self._node.run_id!r} has a trainer already, {self.trainer}, and it is alive. Stop it before you "
-                "start it again, or give the other run another run_id."
-            )
-        self._follow(caller)
+        # One at a time: the trainer would refuse some of very many pings, as if it were gone.
+        async with self._claim:
+            if caller != self.trainer and await self._answers(self.trainer):
+                raise CallerError(
+                    f"Run {self._node.run_id!r} has a trainer already, {self.trainer}, and it is alive. Stop it before "
+                    "you start it again, or give the other run another run_id."
+                )
+            self._follow(caller)
         return self.service.holding().to_dict(), []
 
     def _follow(self, trainer: str) -> None:
@@ -215,6 +218,8 @@ class Member:
     async def _answers(self, trainer: str) -> bool:
         try:
             await self._node.call(trainer, "ping", {}, deadline_s=_PING_EVERY_S)
+        except PeerBusy:
+            pass  # It says so itself.
         except SwarmError:
             return False
         return True

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.swarm.calls import FinishRequest, WorkerRecord
+from lightning_swarm.swarm.calls import FinishRequest, NextRequest, WorkerRecord
 from lightning_swarm.swarm.errors import SwarmError
 from lightning_swarm.swarm.finding import announced_trainer, told_trainer
 from lightning_swarm.swarm.node import Node
@@ -158,7 +158,8 @@ class WorkerPeer:
     async def _next(self, trainer: str) -> bool:
         while True:
             try:
-                answer, _ = await self.node.call(trainer, "next", {"after": self.count}, deadline_s=_NEXT_DEADLINE_S)
+                request = NextRequest(self.count).to_dict()
+                answer, _ = await self.node.call(trainer, "next", request, deadline_s=_NEXT_DEADLINE_S)
             except SwarmError as error:
                 log.info("The trainer is gone: %s", error)
                 return False

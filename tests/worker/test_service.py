@@ -1,0 +1,113 @@
+"""A worker takes part in nothing but the step, plan and session that it serves, and does not move for anything else."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, ReduceRequest, StateRequest
+from lightning_swarm.swarm.errors import PeerStale
+from lightning_swarm.swarm.messages import Message
+from lightning_swarm.swarm.tree import encode_tree
+from lightning_swarm.worker.service import WorkerService
+from tests.worker.test_stage_server import Stages, stages
+
+__all__ = ["stages"]  # A fixture.
+
+ME = "me"
+
+
+class Served:
+    """Stage 0 as a worker serves it, with one microbatch accumulated in step 0."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.server = stages.servers[0]
+        self.optimizer = torch.optim.SGD(self.server.stage.owned_parameters().values(), lr=0.1)
+        self.service = WorkerService(SimpleNamespace(peer_id=ME), stages.executors[0])  # type: ignore[arg-type]
+        self.service.begin(self.server, self.optimizer)
+        names = tuple(sorted(self.server.owned_names()))
+        self.group = Group("stage0", names, (GroupMember(ME, 1.0, True),))
+
+    def parameters(self) -> nn.ParameterDict:
+        return {name: p.detach().clone() for name, p in self.server.stage.owned_parameters().items()}
+
+    def valid(self, call: str) -> Message:
+        """The message that is of the step, plan and session."""
+        if call == "process":
+            return self.stages.task(0, 1)[0]
+        if call == "reduce":
+            return ReduceRequest(0, 0, 0, (self.group,), ("0:0",), 10.0)
+        if call == "commit":
+            return CommitRequest(0, 0, {"stage0": 0}, (encode_tree({"lr": 0.1})[0],), 1.0, None, ())
+        return StateRequest(0, 1, 0)
+
+    async def send(self, call: str, message: Message) -> Any:
+        handler: Callable[..., Any] = self.service.handlers()[call]
+        return await handler("trainer", message.to_dict(), self.stages.task(0, 1)[1] if call == "process" else [])
+
+
+@pytest.mark.parametrize(
+    ("call", "changed", "why"),
+    [
+        ("process", {"session": 1}, "serves no stage in session 1"),
+        ("process", {"plan_version": 2}, "the task is for stage 0"),
+        ("process", {"stage": 1}, "the task is for stage 1"),
+        ("process", {"step": 1}, "at step 0, the task at step 1"),
+        ("reduce", {"session": 1}, "serves no stage in session 1"),
+        ("reduce", {"step": 1}, "at step 0, not 1"),
+        ("reduce", {"expected": ()}, r"0 microbatches of step 0, it has accumulated 1; different: \['0:0'\]"),
+        ("reduce", {"expected": ("0:0", "0:1")}, r"2 microbatches of step 0, it has .* 1; different: \['0:1'\]"),
+        ("reduce", {"expected": ("0:1",)}, r"1 microbatches of step 0, it has .* 1; different: \['0:0', '0:1'\]"),
+        ("commit", {"session": 1}, "serves no stage in session 1"),
+        ("commit", {"step": 1}, "has not reduced all of its gradients of step 1"),
+        ("commit", {"attempts": {"stage0": 1}}, "has not reduced all of its gradients of step 0"),
+        ("commit", {"attempts": {}}, "has not reduced all of its gradients of step 0"),
+        ("state", {"session": 1}, "serves no stage in session 1"),
+        ("state", {"plan_version": 2}, "holds no state of stage 0"),
+        ("state", {"stage": 1}, "holds no state of stage 1"),
+    ],
+)
+def test_what_is_of_another_step_plan_or_session_is_refused_and_changes_nothing(
+    stages: Stages, call: str, changed: dict[str, Any], why: str
+) -> None:
+    async def scenario() -> None:
+        await stages.run(1)
+        served = Served(stages)
+        before = served.parameters()
+        if call == "commit":
+            await served.send("reduce", served.valid("reduce"))
+        with pytest.raises(PeerStale, match=why):
+            await served.send(call, replace(served.valid(call), **changed))
+        assert served.server.version == 0 and served.server.accumulator.accumulated == {"0:0"}
+        assert all(torch.equal(value, before[name]) for name, value in served.parameters().items())
+        # What is of this step is answered still, and the step can be made.
+        assert "parameters" in (await served.send("state", served.valid("state")))[0]
+        assert (await served.send("reduce", served.valid("reduce")))[0]["finite"]
+        for _ in range(2):  # One that is repeated finds its work done.
+            await served.send("commit", served.valid("commit"))
+        assert served.server.version == 1 and not served.server.accumulator.accumulated
+        assert not all(torch.equal(value, before[name]) for name, value in served.parameters().items())
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_sum_is_of_no_use_after_another_microbatch(stages: Stages) -> None:
+    """It lacks that one's gradients, so a commit with it would lose them."""
+
+    async def scenario() -> None:
+        await stages.run(1)
+        served = Served(stages)
+        await served.send("reduce", served.valid("reduce"))
+        with served.server.accumulator.counting("0:1"):
+            pass
+        with pytest.raises(PeerStale, match="has not reduced all of its gradients of step 0"):
+            await served.send("commit", served.valid("commit"))
+        assert served.server.version == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
