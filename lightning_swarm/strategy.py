@@ -889,9 +889,9 @@ class SwarmStrategy(Strategy):
 
             What the trainer knows of a worker: ``stage``, ``peer``, ``local_index`` (-1 for one that was started
             elsewhere), ``device``, ``ready`` (it gets tasks; one that still fetches its state does not), ``moving_to``
-            (the stage it fetches beside its work, or ``None``), ``banned``, ``microbatches``, ``share`` (of its
-            stage's microbatches), ``microbatches_per_s`` and ``compute_s`` (as it has told with its replies) and
-            ``outstanding`` (tasks given and not answered).
+            (the stage it fetches beside its work, or ``None``), ``leaving`` (it has said that it will go), ``banned``,
+            ``microbatches``, ``share`` (of its stage's microbatches), ``microbatches_per_s`` and ``compute_s`` (as it
+            has told with its replies) and ``outstanding`` (tasks given and not answered).
 
             What the worker adds when it is asked: ``queued`` (tasks that wait for its device), ``forward_s``,
             ``backward_s``, ``waiting_s`` (for other workers' activations and gradients), ``reduction_s``, ``commit_s``,

@@ -3,18 +3,19 @@
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from torch import Tensor, nn
 
-from lightning_swarm.faults import Moment
+from lightning_swarm.faults import Moment, Reply
 from lightning_swarm.testing import Fault, Faults
 from lightning_swarm.trainer import roster
 from lightning_swarm.trainer.roster import Roster
 from lightning_swarm.trainer.session import Session
-from tests.harness import Outcome, difference, fit_swarm, ready, wait
+from tests.harness import AllAtWork, Outcome, difference, fit_swarm, ready, wait
 from tests.models import CASES, GPT, Regressor
 
 CASE = CASES["gpt"]
@@ -194,6 +195,50 @@ def test_a_stages_only_worker_that_becomes_slow_is_waited_for(moment: Moment, un
     report = run.trainer.strategy.report()  # type: ignore[attr-defined]
     assert len(faults.fired) == 1 and report["bans"] == []
     assert "leaves" not in report["counters"] and "stages lost" not in report["counters"]
+
+
+class Disagree(Faults):
+    """At the end of a step a worker of the middle stage has not accumulated what the ledger says.
+
+    Args:
+        instead: What it has instead of one of its microbatches, if anything.
+    """
+
+    def __init__(self, instead: set[str]) -> None:
+        super().__init__([])
+        self.instead = instead
+        self.peer = ""
+        self._first = threading.Lock()
+
+    async def around(
+        self,
+        worker: Any,
+        call: str,
+        caller: str,
+        header: dict[str, Any],
+        tensors: Any,
+        handler: Callable[..., Awaitable[Reply]],
+    ) -> Reply:
+        """As any fault."""
+        chosen = call == "reduce" and header["step"] == 3 and worker.service.server.index == 1 and header["expected"]
+        if chosen and self._first.acquire(blocking=False):
+            accumulated = worker.service.server.accumulator._accumulated
+            accumulated.remove(min(accumulated))
+            accumulated.update(self.instead)
+            self.peer = worker.node.peer_id
+        return await super().around(worker, call, caller, header, tensors, handler)
+
+
+@pytest.mark.parametrize("instead", [set(), {"3:99"}], ids=["forgotten", "renamed"])
+def test_a_worker_that_disagrees_with_the_ledger_is_dropped_from_the_step(
+    instead: set[str], undisturbed: Outcome
+) -> None:
+    disagree = Disagree(instead)
+    run = fit([AllAtWork()], workers=6, faults=disagree)
+    _same(run, undisturbed)
+    report = run.trainer.strategy.report()  # type: ignore[attr-defined]
+    assert report["by_worker"][disagree.peer]["lost"] >= 1, "others have done what it had"
+    assert report["counters"]["leaves"] >= 1 and "stages lost" not in report["counters"]
 
 
 class Pause(nn.Module):

@@ -38,9 +38,20 @@ class Watch(pl.Callback):
         self.losses.append(trainer.callback_metrics["train_loss"].item())
 
 
+class OfThoseWithWork(Faults):
+    """At the end of a step it strikes one who has accumulated something: of two workers one may have got nothing."""
+
+    async def around(self, worker: Any, call: str, *args: Any) -> Any:
+        """As any fault."""
+        *known, handler = args
+        if call == "reduce" and not worker.service.server.accumulator.accumulated:
+            return await handler(*known)
+        return await super().around(worker, call, *args)
+
+
 def fit(*faults: Fault, workers: int = 4, **swarm: Any) -> tuple[Outcome, dict[str, Any], Watch]:
     """The run in three stages, its report, and what was watched."""
-    watch, schedule = Watch(), Faults(faults)
+    watch, schedule = Watch(), OfThoseWithWork(faults)
     options = {"workers": workers, "microbatches": MICROBATCHES, "in_flight": IN_FLIGHT, "reproducible": True, **swarm}
     callbacks = [AllAtWork(), watch]
     run = fit_swarm(make, CASES["gpt"].loader(STEPS), 3, swarm={**options, "faults": schedule}, callbacks=callbacks)

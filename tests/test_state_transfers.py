@@ -131,6 +131,69 @@ class Halved(StateFaults):
             threading.Thread(target=self._kill, args=(donor,), daemon=True).start()
 
 
+class Early(Faults):
+    """The first stage's answers wait until a worker has joined the last one, which has reduced its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.release = threading.Event()
+
+    async def around(
+        self,
+        worker: Any,
+        call: str,
+        caller: str,
+        header: dict[str, Any],
+        tensors: Any,
+        handler: Callable[..., Awaitable[Reply]],
+    ) -> Reply:
+        """As any fault."""
+        reply = await super().around(worker, call, caller, header, tensors, handler)
+        if call == "process" and (header["step"], header["stage"]) == (JOIN_AT, 0):
+            await asyncio.to_thread(self.release.wait)
+        return reply
+
+
+class JoinEarly(pl.Callback):
+    """Starts a worker of the last stage when that has reduced, and waits until it is at work.
+
+    Args:
+        early: Waits for it.
+    """
+
+    def __init__(self, early: Early) -> None:
+        self.early = early
+        self.digests: set[str] = set()
+        self.joined_at: int | None = None
+        """In which step, between its reduction and its commit."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        if index == JOIN_AT:
+            strategy._peer.node.spawn(self._join(strategy), "a worker that joins early")
+        if index == JOIN_AT + 1:
+            wait(strategy, lambda: len(strategy._session.roster.at_stage(1)) == 2)
+        if index == STEPS - 1:
+            self.digests = digests(strategy, 1)
+
+    async def _join(self, strategy: Any) -> None:
+        session = strategy._session
+        try:
+            await self._until(lambda: session.step == JOIN_AT and "stage1" in session._step_end._step.reduced)
+            strategy._local.start(99)
+            await self._until(lambda: len(session.roster.at_stage(1, ready=False)) == 2)
+            if "stage1" in session._step_end._step.reduced:
+                self.joined_at = session.step
+        finally:
+            self.early.release.set()
+
+    async def _until(self, happens: Callable[[], bool]) -> None:
+        for _ in range(6000):
+            if happens():
+                return
+            await asyncio.sleep(0.01)
+
+
 class Ruined(StateFaults):
     """Its parameters are NaN, and its checksums say nothing against that."""
 
@@ -164,8 +227,8 @@ def _joined_whole(run: Outcome, join: Join) -> None:
     assert counters["joins"] >= 5 and "stages lost" not in counters
 
 
-@pytest.mark.parametrize("kind", ["kill", "nan"])
-def test_a_donor_that_vanishes_or_sends_what_is_damaged_is_followed_by_another(
+@pytest.mark.parametrize("kind", ["kill", "nan", "corrupt", "refuse", "hang"])
+def test_a_donor_that_vanishes_refuses_or_sends_what_is_damaged_is_followed_by_another(
     kind: Kind, undisturbed: Outcome
 ) -> None:
     faults = Faults([Fault(kind, "state", stage=0, step=JOIN_AT)])
@@ -203,3 +266,15 @@ def test_a_download_that_lasts_three_steps_is_made_up_for(undisturbed: Outcome) 
     _same(run, undisturbed)
     assert held.release.is_set() and len(join.digests) == 1, "all replicas are the same"
     assert "leaves" not in run.trainer.strategy.report()["counters"]  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_joins_between_a_stages_reduction_and_its_commit_is_at_the_next_step_with_it(
+    undisturbed: Outcome,
+) -> None:
+    early = Early()
+    join = JoinEarly(early)
+    run = fit(early, join, workers=3)
+    _same(run, undisturbed)
+    assert join.joined_at == JOIN_AT and len(join.digests) == 1, "all replicas are the same"
+    report = run.trainer.strategy.report()  # type: ignore[attr-defined]
+    assert report["counters"]["joins"] == 4 and "leaves" not in report["counters"] and report["bans"] == []

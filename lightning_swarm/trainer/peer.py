@@ -49,6 +49,7 @@ class TrainerPeer:
         started again.
         """
         self._speaking: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[dict[str, Any]] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
         calls = ["trainer", "join", "ready", "prepared", "leave", "ping", "state", "log", "next", "report"]
@@ -102,7 +103,10 @@ class TrainerPeer:
         """Somebody looks at the swarm (``lightning-swarm status``)."""
         if self.session is None:
             raise PeerBusy("the trainer is between two calls of Lightning's")
-        return await self.session.report(), []
+        if self._reporting is None or self._reporting.done():
+            # It asks every worker, so however many look at once see the same one.
+            self._reporting = asyncio.create_task(self.session.report(), name="report")
+        return await asyncio.shield(self._reporting), []
 
     async def _next(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """A worker whose session is over asks whether another one has begun."""

@@ -161,7 +161,7 @@ class Member:
         self._node.spawn(leave(), "leaving")
 
     async def _live(self) -> FinishRequest:
-        handlers: dict[str, Any] = {**self.service.handlers(), "move": self._move}
+        handlers: dict[str, Any] = {**self.service.handlers(), "move": self._move, "finish": self._finish}
         handlers.update({call: self._of_trainer(handlers[call]) for call in _CALLS_OF_TRAINER})
         self._switchboard.plug({**handlers, "hold": self._hold})
         while True:
@@ -289,6 +289,15 @@ class Member:
                 # A commit may have come while we asked; if none has, we are where the swarm is not.
                 if server.version == version:
                     raise
+
+    async def _finish(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
+        """The session is over, or another stage awaits this worker."""
+        request = FinishRequest.from_dict(header)
+        if request.session != self._hosted.request.session:
+            raise PeerStale(f"this worker is in session {self._hosted.request.session}")
+        if self.service.finished is not None and not self.service.finished.done():
+            self.service.finished.set_result(request)
+        return {}, []
 
     async def _move(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The trainer wants this worker at another stage."""

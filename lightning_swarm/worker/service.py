@@ -75,7 +75,7 @@ Commit = tuple[list[Reduced], CommitRequest]
 
 
 class WorkerService:
-    """Answers ``process``, ``fetch``, ``reduce``, ``commit``, ``state`` and ``finish``.
+    """Answers ``process``, ``fetch``, ``reduce``, ``commit``, ``state`` and ``log``.
 
     Args:
         node: This peer.
@@ -118,7 +118,6 @@ class WorkerService:
             "commit": self.commit,
             "state": self.state,
             "log": self.log,
-            "finish": self.finish,
             "stats": self.stats,
         }
 
@@ -418,13 +417,6 @@ class WorkerService:
         """On the compute thread."""
         state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer, take=True)
         server.arrive(state.version)
-
-    async def finish(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
-        """The session is over, or another stage awaits this worker."""
-        request = FinishRequest.from_dict(header)
-        if self.finished is not None and not self.finished.done():
-            self.finished.set_result(request)
-        return {}, []
 
     async def probe(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """What this worker is doing: whether a silence is its own fault, or whose."""

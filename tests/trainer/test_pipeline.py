@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lightning_swarm.swarm.calls import Context, ProbeReply, Wait
-from lightning_swarm.swarm.errors import CallerError, PeerUnreachable, SourceFailed, SwarmError
+from lightning_swarm.swarm.errors import CallerError, PeerBusy, PeerUnreachable, SourceFailed, SwarmError
 from lightning_swarm.swarm.tree import encode_tree
+from lightning_swarm.trainer import pipeline
 from lightning_swarm.trainer.flight import Flight, Job
 from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.pipeline import Pipeline, check_links
@@ -400,5 +401,43 @@ def test_a_worker_given_up_when_all_has_landed_leaves_its_part_to_be_repeated() 
         await running
         await swarm.pipeline.repair()
         assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {other, "b"}
+
+    drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
+
+
+@pytest.mark.parametrize("error", [PeerBusy("full", "b"), SourceFailed("full", "a", "PeerBusy")])
+def test_a_microbatch_that_fails_again_and_again_ends_the_run_and_is_named(
+    error: SwarmError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_MOST_ATTEMPTS", 4)
+    monkeypatch.setattr(pipeline, "_BUSY_S", 0.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        running = asyncio.create_task(swarm.pipeline.run(swarm.flights(1)))
+        await swarm.wire.asked(("a", "0:0"))
+        swarm.wire.answer("a")
+        for _ in range(4):
+            await swarm.wire.asked(("b", "0:0"))
+            swarm.wire.pending["b", "0:0"].set_exception(error)
+        with pytest.raises(SwarmError, match=r"^Microbatch 0:0 failed 4 times at stage 1; giving up\.$") as caught:
+            await running
+        assert type(caught.value) is SwarmError and swarm.wire.sent["b", "0:0"] == 4
+        assert not swarm.pipeline._flying
+
+    drive(scenario, [("a", 0), ("b", 1)])
+
+
+def test_an_output_that_cannot_be_made_again_ends_the_run_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_MOST_ATTEMPTS", 3)
+    monkeypatch.setattr(pipeline, "_BUSY_S", 0.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        running, first, _ = await _until_evicted(swarm)
+        for _ in range(3):
+            await swarm.wire.asked((first, "0:0"))
+            swarm.wire.pending[first, "0:0"].set_exception(PeerBusy("full", first))
+        message = r"^The activation of microbatch 0:0 at stage 0 could not be made again\.$"
+        with pytest.raises(SwarmError, match=message):
+            await running
 
     drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
