@@ -58,7 +58,7 @@ def test_generated_text_has_the_length_asked_for() -> None:
 
 @pytest.mark.slow
 def test_language_model_ends_with_a_checkpoint_that_writes_text(tmp_path: Path) -> None:
-    output = run(tmp_path, "train_lm.py", "--stages", "2", "--steps", "6")
+    output = run(tmp_path, "train_lm.py", "--stages", "2", "--steps", "4")
     found = re.search(r"unigram entropy ([\d.]+) .* validation loss ([\d.]+)", output)
     assert found is not None, output
     assert 2.5 < float(found[1]) < 4 and float(found[2]) < 5.5
