@@ -8,7 +8,6 @@ start it again.
 """
 
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -68,8 +67,7 @@ class Supervisor:
         drained_code: int = 0,
     ) -> None:
         self._command = list(command)
-        self._notice_file = Path(tempfile.mkdtemp(prefix="lightning-swarm-")) / "notice"
-        self._environment = {**environment, NOTICE: str(self._notice_file)}
+        self._environment = dict(environment)
         self._restarts = restarts
         self._notices = list(notices)
         self._grace_s = max(0.0, notice_s - HAND_OVER_S)
@@ -83,6 +81,12 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise, on the main thread; returns the exit code."""
+        with tempfile.TemporaryDirectory(prefix="lightning-swarm-") as folder:
+            self._notice_file = Path(folder) / "notice"
+            self._environment[NOTICE] = str(self._notice_file)
+            return self._run()
+
+    def _run(self) -> int:
         before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
         watcher = threading.Thread(target=self._watch, name="spot notices", daemon=True)
         try:
@@ -95,7 +99,6 @@ class Supervisor:
             if self._process is not None and self._process.poll() is None:
                 self._process.kill()
                 self._process.wait()
-            shutil.rmtree(self._notice_file.parent, ignore_errors=True)
 
     def _signalled(self, number: int, frame: object) -> None:
         self._events.put(("signal", number))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_swarm.faults import Faults, Reply
 from lightning_swarm.swarm.calls import StateRequest
 from lightning_swarm.testing import ThreadSwarmStrategy
 from lightning_swarm.worker.state import fetch_state
@@ -59,6 +60,28 @@ class AllAtWork(pl.Callback):
         strategy: Any = trainer.strategy
         if index == 1:
             wait(strategy, lambda: ready(strategy) >= strategy.thread_workers)
+
+
+class Meddling(Faults):
+    """A test's own doing at the calls to workers."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    async def before(self, worker: Any, call: str, header: dict[str, Any]) -> None:
+        """A call has arrived."""
+
+    async def after(self, worker: Any, call: str, caller: str, header: dict[str, Any], reply: Reply) -> Reply:
+        """It is answered; gives what is sent."""
+        return reply
+
+    async def around(
+        self, worker: Any, call: str, caller: str, header: dict[str, Any], tensors: Any, handler: Any
+    ) -> Reply:
+        """As any fault."""
+        await self.before(worker, call, header)
+        reply = await super().around(worker, call, caller, header, tensors, handler)
+        return await self.after(worker, call, caller, header, reply)
 
 
 def ready(strategy: Any) -> int:

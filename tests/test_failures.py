@@ -3,19 +3,18 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from torch import Tensor, nn
 
-from lightning_swarm.faults import Moment, Reply
+from lightning_swarm.faults import Moment
 from lightning_swarm.testing import Fault, Faults
 from lightning_swarm.trainer import roster
 from lightning_swarm.trainer.roster import Roster
 from lightning_swarm.trainer.session import Session
-from tests.harness import AllAtWork, Outcome, difference, fit_swarm, ready, wait
+from tests.harness import AllAtWork, Meddling, Outcome, difference, fit_swarm, ready, wait
 from tests.models import CASES, GPT, Regressor
 
 CASE = CASES["gpt"]
@@ -197,7 +196,7 @@ def test_a_stages_only_worker_that_becomes_slow_is_waited_for(moment: Moment, un
     assert "leaves" not in report["counters"] and "stages lost" not in report["counters"]
 
 
-class Disagree(Faults):
+class Disagree(Meddling):
     """At the end of a step a worker of the middle stage has not accumulated what the ledger says.
 
     Args:
@@ -205,28 +204,19 @@ class Disagree(Faults):
     """
 
     def __init__(self, instead: set[str]) -> None:
-        super().__init__([])
+        super().__init__()
         self.instead = instead
         self.peer = ""
         self._first = threading.Lock()
 
-    async def around(
-        self,
-        worker: Any,
-        call: str,
-        caller: str,
-        header: dict[str, Any],
-        tensors: Any,
-        handler: Callable[..., Awaitable[Reply]],
-    ) -> Reply:
-        """As any fault."""
+    async def before(self, worker: Any, call: str, header: dict[str, Any]) -> None:
+        """When it is told to reduce."""
         chosen = call == "reduce" and header["step"] == 3 and worker.service.server.index == 1 and header["expected"]
         if chosen and self._first.acquire(blocking=False):
             accumulated = worker.service.server.accumulator._accumulated
             accumulated.remove(min(accumulated))
             accumulated.update(self.instead)
             self.peer = worker.node.peer_id
-        return await super().around(worker, call, caller, header, tensors, handler)
 
 
 @pytest.mark.parametrize("instead", [set(), {"3:99"}], ids=["forgotten", "renamed"])

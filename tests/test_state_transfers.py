@@ -4,7 +4,7 @@ an undisturbed run, bit for bit.
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_swarm.faults import Kind, Reply
 from lightning_swarm.testing import Fault, Faults
 from lightning_swarm.worker.state import StageState
-from tests.harness import AllAtWork, Outcome, difference, digests, fit_swarm, wait
+from tests.harness import AllAtWork, Meddling, Outcome, difference, digests, fit_swarm, wait
 from tests.models import CASES, GPT
 
 STEPS, JOIN_AT = 8, 2
@@ -58,26 +58,17 @@ class Join(pl.Callback):
         return any(worker.ready for peer, worker in workers.items() if peer not in self.others)
 
 
-class StateFaults(Faults):
+class StateFaults(Meddling):
     """Something happens to the first state that one worker sends to another when all are at work."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__()
         self.asked = threading.Event()
         self.stream: Any = None
         """By which it is sent."""
 
-    async def around(
-        self,
-        worker: Any,
-        call: str,
-        caller: str,
-        header: dict[str, Any],
-        tensors: Any,
-        handler: Callable[..., Awaitable[Reply]],
-    ) -> Reply:
-        """As any fault."""
-        reply = await super().around(worker, call, caller, header, tensors, handler)
+    async def after(self, worker: Any, call: str, caller: str, header: dict[str, Any], reply: Reply) -> Reply:
+        """When the worker has answered."""
         awaited = call == "state" and caller != worker.trainer and worker.service.server.version == JOIN_AT
         if awaited and not self.asked.is_set():
             self.asked.set()
@@ -131,24 +122,15 @@ class Halved(StateFaults):
             threading.Thread(target=self._kill, args=(donor,), daemon=True).start()
 
 
-class Early(Faults):
+class Early(Meddling):
     """The first stage's answers wait until a worker has joined the last one, which has reduced its gradients."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__()
         self.release = threading.Event()
 
-    async def around(
-        self,
-        worker: Any,
-        call: str,
-        caller: str,
-        header: dict[str, Any],
-        tensors: Any,
-        handler: Callable[..., Awaitable[Reply]],
-    ) -> Reply:
-        """As any fault."""
-        reply = await super().around(worker, call, caller, header, tensors, handler)
+    async def after(self, worker: Any, call: str, caller: str, header: dict[str, Any], reply: Reply) -> Reply:
+        """When the worker has answered."""
         if call == "process" and (header["step"], header["stage"]) == (JOIN_AT, 0):
             await asyncio.to_thread(self.release.wait)
         return reply

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_swarm.policies.banning import Cause
@@ -351,12 +351,12 @@ class StepEnd:
             absent=tuple(name for group in reduced for name in sorted(group.absent)),
             position=record.position,
             effects=record.effects,
-        )
+        ).to_dict()
         stages = range(self._roster.stages) if self._logged else ()
         keepers = {stage: _keeper(workers, step) for stage in stages if (workers := self._roster.at_stage(stage))}
 
         async def commit(worker: Worker) -> None:
-            header = replace(request, logged=worker.peer in keepers.values()).to_dict()
+            header = {**request, "logged": True} if worker.peer in keepers.values() else request
             for refusal in range(_MOST_REFUSALS):
                 try:
                     await self._node.call(worker.peer, "commit", header, deadline_s=_CALL_DEADLINE_S)

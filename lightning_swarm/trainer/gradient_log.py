@@ -9,29 +9,18 @@ the commits themselves.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from lightning_swarm.swarm.calls import LoggedSums, LogRequest
 from lightning_swarm.swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.outbox import Entry
 from lightning_swarm.swarm.watched import call_watched
 
 log = logging.getLogger(__name__)
 
 _DEADLINE_S = 600.0
 _MOST_FAILURES = 2
-
-
-@dataclass(frozen=True)
-class LoggedStep:
-    """One step of one stage, as the worker gave it: :class:`~lightning_swarm.swarm.calls.LoggedSums`."""
-
-    header: dict[str, Any]
-    tensors: Sequence[Tensor]
 
 
 class GradientLog:
@@ -43,8 +32,8 @@ class GradientLog:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._steps: dict[tuple[int, int], LoggedStep] = {}
-        """By stage and step."""
+        self._steps: dict[tuple[int, int], Entry] = {}
+        """By stage and step, as the worker gave it: :class:`~lightning_swarm.swarm.calls.LoggedSums`."""
         self._fetches: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._failures: Counter[int] = Counter()
         self.has_gaps = False
@@ -69,7 +58,7 @@ class GradientLog:
         """Whether they are, or are under way."""
         return all((stage, step) in self._steps or (stage, step) in self._fetches for step in steps)
 
-    def step(self, stage: int, step: int) -> LoggedStep | None:
+    def step(self, stage: int, step: int) -> Entry | None:
         """What a stage has made a step with, if it is here."""
         return self._steps.get((stage, step))
 
@@ -100,7 +89,7 @@ class GradientLog:
             header, tensors = await call_watched(self._node, keeper, "log", request.to_dict(), deadline_s=_DEADLINE_S)
             if LoggedSums.from_dict(header).commit.step != request.step:
                 raise ProtocolError("It is of another step.", keeper)
-            self._steps[key] = LoggedStep(header, tensors)
+            self._steps[key] = Entry(tuple(tensors), header)
         except SwarmError as error:
             log.info("The gradients of stage %d in step %d are not logged: %s", *key, error)
             self.has_gaps = True
