@@ -5,12 +5,13 @@
 * ``SwarmStrategy(stages=4)``: four workers with a thread each.
 
 Layers, batch, microbatches, loss and optimizer are the same. Every side runs in a process of its own, one after the
-other; ``--rounds`` repeats that, and a ratio is the median of its rounds, because machines get slower and faster over
-time. The first steps of each side are not counted. Last come the bytes that each peer of the swarm sent.
+other; ``--rounds`` repeats that, every other time in reverse order, and a ratio is the median of its rounds, because
+machines get slower and faster over time. The first steps of each side are not counted. Last come the bytes that each
+peer of the swarm sent.
 
-With ``--bare`` there is another swarm that keeps nothing for the case of a failure: what a neighbour has fetched is let
-go, and no snapshots are taken. The mean over all steps shows what keeping it costs; run 60 steps or more, as the other
-one takes its snapshot after 50.
+With ``--bare`` there is another swarm, which by turns keeps what a failure would need and keeps nothing: what a
+neighbour has fetched is let go at once, and no snapshot is taken. They take turns every five steps of one run, so that
+both meet the same machine, and make ``--steps`` counted steps each; in 50 or more there is a snapshot, as by default.
 
     python benchmarks/local_pipeline.py [--width 384] [--rounds 1] [--steps N] [--sides swarm ...] [--bare]
         [--json FILE]
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ BATCH_SIZE = MICROBATCHES * MICROBATCH_SIZE
 CORES = 2
 WARM_UP_STEPS = 2
 SIDES = ("plain whole", "plain accumulated", "gpipe", "1f1b", "swarm")
-BARE = "swarm, nothing kept"
+KEEPING = "swarm by turns"
+TURN_STEPS, SNAPSHOT_EVERY = 5, 50
 # At least this share of the other side's samples/s, by width.
 GOALS = {384: {"plain": 0.92, "gloo": 1.0}, 64: {"plain": 0.75, "gloo": 0.85}}
 
@@ -141,6 +144,7 @@ class Stopwatch(pl.Callback):
 
 def fit(width: int, steps: int, batch_size: int, **options: Any) -> tuple[pl.Trainer, Stopwatch]:
     """Train ``steps`` counted steps with Lightning."""
+    callbacks = options.pop("callbacks", [])
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*LeafSpec.*")
     pl.seed_everything(0, verbose=False)
@@ -148,7 +152,7 @@ def fit(width: int, steps: int, batch_size: int, **options: Any) -> tuple[pl.Tra
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        callbacks=[stopwatch],
+        callbacks=[stopwatch, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -168,19 +172,55 @@ def run_plain(side: str, width: int, steps: int) -> dict[str, Any]:
     return {"step_seconds": stopwatch.step_seconds()}
 
 
-def run_swarm(width: int, steps: int, bare: bool) -> dict[str, Any] | None:
+def run_swarm(width: int, steps: int) -> dict[str, Any] | None:
     """What was measured; None in a worker, which runs this script too."""
     from lightning_swarm import SwarmStrategy
 
     torch.set_num_threads(1)
-    kept = {"outbox_bytes": 0, "snapshot_every_n_steps": 10**9} if bare else {}
-    strategy = SwarmStrategy(stages=STAGES, microbatches=MICROBATCHES, **kept)
+    strategy = SwarmStrategy(stages=STAGES, microbatches=MICROBATCHES)
     trainer, stopwatch = fit(width, steps, BATCH_SIZE, strategy=strategy)
     if not trainer.is_global_zero:
         return None
     before, after = (sent_bytes(stopwatch.reports[step]) for step in (WARM_UP_STEPS, WARM_UP_STEPS + steps))
     sent = {peer: (after[peer] - before[peer]) / (steps * MICROBATCHES) for peer in after}
     return {"step_seconds": stopwatch.step_seconds(), "sent_bytes": sent}
+
+
+def keeps(step: int) -> bool:
+    """Whether it is the turn of keeping what a failure would need."""
+    return max(0, step - WARM_UP_STEPS) // TURN_STEPS % 2 == 0
+
+
+class SnapshotsByTurns(pl.Callback):
+    """Lets the trainer take snapshots in the steps that keep, one in as many of them as by default."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        session = trainer.strategy._session
+        every = 2 * SNAPSHOT_EVERY if keeps(trainer.global_step) else 10**9
+        session._settings = replace(session._settings, snapshot_every_n_steps=every)
+
+
+def run_by_turns(width: int, steps: int) -> dict[str, Any] | None:
+    """A swarm that keeps in the first steps what a failure would need, then nothing, and so on."""
+    from lightning_swarm import SwarmStrategy
+    from lightning_swarm.testing import Faults
+
+    class OutboxByTurns(Faults):
+        """Bounds a worker's outbox in the steps that keep nothing."""
+
+        async def around(self, worker: Any, call: str, *arguments: Any) -> Any:
+            if worker.service is not None and worker.service.server is not None:
+                worker.service.outbox.limit_bytes = None if keeps(worker.service.server.version or 0) else 0
+            return await super().around(worker, call, *arguments)
+
+    torch.set_num_threads(1)
+    strategy = SwarmStrategy(stages=STAGES, microbatches=MICROBATCHES)
+    OutboxByTurns([]).inject(strategy)
+    trainer, stopwatch = fit(width, 2 * steps, BATCH_SIZE, strategy=strategy, callbacks=[SnapshotsByTurns()])
+    if not trainer.is_global_zero:
+        return None
+    report = stopwatch.reports[WARM_UP_STEPS + 2 * steps]
+    return {"step_seconds": stopwatch.step_seconds(), "counters": report["counters"]}
 
 
 def sent_bytes(report: dict[str, Any]) -> dict[str, int]:
@@ -251,7 +291,7 @@ def compare(sides: list[str], width: int, steps: int, rounds: int, file: Path | 
     )
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
-        for side in sides:
+        for side in sides if number % 2 == 0 else reversed(sides):
             result = measure(side, width, steps)
             results[side].append(result)
             print(
@@ -263,7 +303,8 @@ def compare(sides: list[str], width: int, steps: int, rounds: int, file: Path | 
         side: [BATCH_SIZE / statistics.median(run["step_seconds"]) for run in runs] for side, runs in results.items()
     }
     for side in sides:
-        report.figure(side, statistics.median(speed[side]), "samples/s")
+        if side != KEEPING:
+            report.figure(side, statistics.median(speed[side]), "samples/s")
 
     def ratio(a: str, b: str, at_least: float | None = None) -> None:
         if a in speed and b in speed:
@@ -275,14 +316,28 @@ def compare(sides: list[str], width: int, steps: int, rounds: int, file: Path | 
         ratio("swarm", side, goals.get("plain"))
     for side in ("gpipe", "1f1b"):
         ratio("swarm", side, goals.get("gloo"))
-    if BARE in results:
-        means = {side: [statistics.fmean(run["step_seconds"]) for run in results[side]] for side in ("swarm", BARE)}
-        value = statistics.median(b / a for a, b in zip(means["swarm"], means[BARE], strict=True))
-        report.ratio(f"swarm / {BARE}", value, at_least=0.98)
+    if KEEPING in results:
+        add_turns(report, [run["step_seconds"] for run in results[KEEPING]])
     ratio("gpipe", "plain accumulated")
     ratio("1f1b", "plain accumulated")
     add_traffic(report, results.get("swarm", [{}])[-1].get("sent_bytes", {}), width)
     report.finish(file)
+
+
+def add_turns(report: Report, runs: list[list[float]]) -> None:
+    """What it costs to keep what a failure would need: each turn of the one against the next turn of the other."""
+    turns = [run[start : start + TURN_STEPS] for run in runs for start in range(0, len(run), TURN_STEPS)]
+    means = [statistics.fmean(turn) for turn in turns]
+    kept, bare = means[0::2], means[1::2]
+    report.figure("keeping for failures", BATCH_SIZE / statistics.fmean(kept), "samples/s")
+    report.figure("keeping nothing", BATCH_SIZE / statistics.fmean(bare), "samples/s")
+    ratios = [b / k for k, b in zip(kept, bare, strict=True)]
+    if len(ratios) > 1:
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        report.figure(
+            "keeping / keeping nothing", statistics.fmean(ratios), "", f"of {len(ratios)} pairs, ± {error:.3f}"
+        )
+    report.ratio("keeping / keeping nothing", statistics.fmean(bare) / statistics.fmean(kept), at_least=0.98)
 
 
 def add_traffic(report: Report, sent: dict[str, float], width: int) -> None:
@@ -302,20 +357,22 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--steps", type=int, help="counted steps of each side (default: 6, at widths below 256 20)")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--bare", action="store_true", help="add a swarm that keeps nothing for failures")
-    parser.add_argument("--side", choices=[*SIDES, BARE], help=argparse.SUPPRESS)
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
+    parser.add_argument("--bare", action="store_true", help="add a swarm that keeps nothing for failures by turns")
+    parser.add_argument("--side", choices=[*SIDES, KEEPING], help=argparse.SUPPRESS)
     add_json_argument(parser)
     arguments = parser.parse_args()
     steps = arguments.steps or (6 if arguments.width >= 256 else 20)
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     if arguments.side is None:
-        sides = [*dict.fromkeys([*arguments.sides, *(["swarm"] if arguments.bare else [])])]
-        compare(sides + [BARE] * arguments.bare, arguments.width, steps, arguments.rounds, arguments.json)
+        sides = [*arguments.sides, *([KEEPING] if arguments.bare else [])]
+        compare(sides, arguments.width, steps, arguments.rounds, arguments.json)
         return
-    if arguments.side in ("swarm", BARE):
-        result = run_swarm(arguments.width, steps, arguments.side == BARE)
+    if arguments.side == "swarm":
+        result = run_swarm(arguments.width, steps)
+    elif arguments.side == KEEPING:
+        result = run_by_turns(arguments.width, steps)
     elif arguments.side in ("gpipe", "1f1b"):
         result = run_gloo(arguments.side, arguments.width, steps)
     else:
