@@ -203,7 +203,7 @@ class Member:
                     "you start it again, or give the other run another run_id."
                 )
             self._follow(caller)
-        return self.service.holding().to_dict(), []
+        return (await self.service.holding()).to_dict(), []
 
     def _follow(self, trainer: str) -> None:
         """Work for this trainer from now on, beginning with asking it for work."""

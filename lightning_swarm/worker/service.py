@@ -104,6 +104,7 @@ class WorkerService:
         self._fetch_count = itertools.count()
         self._begun = asyncio.Event()
         self._commit_lock = asyncio.Lock()
+        self._commits: set[asyncio.Future[None]] = set()
         self._reduction_s = self._commit_s = 0.0
         self.downloads = 0
         """How often this worker has fetched a stage's state."""
@@ -134,9 +135,10 @@ class WorkerService:
         """The trainer is gone: what this worker holds stays, but it is in no reduction before it begins again."""
         self._begun.clear()
 
-    def holding(self) -> Holding:
-        """What this worker holds."""
-        server = self.server
+    async def holding(self) -> Holding:
+        """What this worker holds, after a commit that is under way."""
+        async with self._commit_lock:
+            server = self.server
         if server is None or server.version is None:
             return Holding()
         assignment, last = server.assignment, self.committed
@@ -165,6 +167,8 @@ class WorkerService:
         """Serve no stage any more."""
         if self.server is not None:
             self.server.close()
+        for commit in self._commits:
+            commit.cancel()
         self.server = self.incoming = self._logged = None
         self._begun.clear()
         self.outbox.drop(lambda key: True)
@@ -224,8 +228,11 @@ class WorkerService:
         if not group.parameters:
             return await self._average(part, request, group), 0.0, []
         if len(group.members) == 1:
-            norm = await self.executor.do(Priority.COMMIT, lambda: accumulator.squared_norm(group.parameters))
-            return None, norm, accumulator.absent(group.parameters)
+            norm, absent = await self.executor.do(
+                Priority.COMMIT,
+                lambda: (accumulator.squared_norm(group.parameters), accumulator.absent(group.parameters)),
+            )
+            return None, norm, absent
         vector, present = await self.executor.do(Priority.COMMIT, lambda: accumulator.flat(group.parameters))
         summed = await self._sum(
             vector, group, request, server.assignment.reduce_codec, accumulator.dtype(group.parameters)
@@ -265,12 +272,23 @@ class WorkerService:
         )
 
     async def commit(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
-        """Second phase: apply the sum."""
+        """Second phase: apply the sum.
+
+        What has begun is brought to its end, even if the trainer dies meanwhile: another one may finish the step.
+        """
         request = CommitRequest.from_dict(header)
-        server = self._serving(request.session)
+        commit = asyncio.ensure_future(self._commit(self._serving(request.session), request))
+        self._commits.add(commit)
+        commit.add_done_callback(self._commits.discard)
+        # Nobody may be left to hear of an error.
+        commit.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+        await asyncio.shield(commit)
+        return {}, []
+
+    async def _commit(self, server: StageServer, request: CommitRequest) -> None:
         async with self._commit_lock:
             if server.version is not None and server.version > request.step:
-                return {}, []
+                return
             chosen = [r for name, r in self._reduced.items() if request.attempts.get(name) == r.attempt]
             reduced = _all_of(server, chosen)
             held = _of_step(server, request.step)
@@ -285,7 +303,6 @@ class WorkerService:
                 await self._apply(server, reduced, request)
             finished = f"reduce/{request.step}/"
             self.outbox.drop(lambda key: str(key).startswith(finished))
-        return {}, []
 
     def _queue_incoming(
         self, incoming: Incoming, chosen: list[Reduced], applied: list[Reduced], request: CommitRequest

@@ -1,6 +1,7 @@
 """A worker takes part in nothing but the step, plan and session that it serves, and does not move for anything else."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, Reduc
 from lightning_swarm.swarm.errors import PeerStale
 from lightning_swarm.swarm.messages import Message
 from lightning_swarm.swarm.tree import encode_tree
+from lightning_swarm.worker.executor import Priority
 from lightning_swarm.worker.service import WorkerService
 from tests.worker.test_stage_server import Stages, stages
 
@@ -109,5 +111,71 @@ def test_a_sum_is_of_no_use_after_another_microbatch(stages: Stages) -> None:
         with pytest.raises(PeerStale, match="has not reduced all of its gradients of step 0"):
             await served.send("commit", served.valid("commit"))
         assert served.server.version == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["in the optimizer", "waiting for the compute thread"])
+def test_a_commit_that_has_come_is_made_even_if_the_trainer_dies(stages: Stages, begun: bool) -> None:
+    """Else the worker would be at the next step without being able to say so, or have lost the sums of this one."""
+
+    async def scenario() -> None:
+        await stages.run(1)
+        served = Served(stages)
+        await served.send("reduce", served.valid("reduce"))
+        reached, go_on = threading.Event(), threading.Event()
+
+        def occupy(*args: Any) -> None:
+            reached.set()
+            assert go_on.wait(20)
+
+        if begun:
+            served.optimizer.register_step_pre_hook(occupy)
+        else:
+            occupied = asyncio.ensure_future(stages.executors[0].do(Priority.COMMIT, occupy))
+        commit = asyncio.ensure_future(served.send("commit", served.valid("commit")))
+        await asyncio.to_thread(reached.wait, 20)
+        while not begun and not stages.executors[0].queued:
+            await asyncio.sleep(0)
+        commit.cancel()  # As the answering end does when the caller is gone.
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        held = asyncio.ensure_future(served.service.holding())
+        go_on.set()
+        holding = await held
+        assert holding.step == 1
+        assert holding.commit is not None and CommitRequest.from_dict(holding.commit).step == 0
+        if not begun:
+            await occupied
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_which_gradients_are_absent_is_looked_at_between_microbatches(stages: Stages) -> None:
+    """While an output is made again there are none; a sum that said so would leave the optimizer without any."""
+
+    async def scenario() -> None:
+        await stages.run(1)
+        served, executor = Served(stages), stages.executors[0]
+        begin, repeating, go_on = threading.Event(), threading.Event(), threading.Event()
+
+        def repeat() -> None:
+            with served.server.accumulator.ignoring():
+                repeating.set()
+                assert go_on.wait(20)
+
+        occupied = asyncio.ensure_future(executor.do(Priority.COMMIT, begin.wait))
+        reduce = asyncio.ensure_future(served.send("reduce", served.valid("reduce")))
+        while executor.queued < 1 or not executor.computing_s():
+            await asyncio.sleep(0)
+        repeated = asyncio.ensure_future(executor.do(Priority.BACKWARD, repeat))
+        while executor.queued < 2:
+            await asyncio.sleep(0)
+        begin.set()
+        assert repeating.wait(20)  # The event loop goes on only now.
+        reply, _ = await reduce
+        go_on.set()
+        await asyncio.gather(occupied, repeated)
+        assert not reply["absent"]
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
