@@ -231,6 +231,82 @@ def test_a_worker_that_disagrees_with_the_ledger_is_dropped_from_the_step(
     assert report["counters"]["leaves"] >= 1 and "stages lost" not in report["counters"]
 
 
+class Raises(Meddling):
+    """A worker of stage 1 raises in a call of step 2 as one without memory, always, and as often as it joins.
+
+    Args:
+        call: In which.
+        workers: On how many workers.
+    """
+
+    def __init__(self, call: str, workers: int = 1) -> None:
+        super().__init__()
+        self.call, self.workers = call, workers
+        self.broken: set[str] = set()
+
+    async def before(self, worker: Any, call: str, header: dict[str, Any]) -> None:
+        server = worker.service.server if worker.service is not None else None
+        if server is None or server.index != 1 or call != self.call or server.version != 2:
+            return
+        if len(self.broken) < self.workers:
+            self.broken.add(worker.node.peer_id)
+        if worker.node.peer_id in self.broken:
+            raise MemoryError("no more")
+
+
+@pytest.mark.parametrize("call", ["process", "reduce", "commit"])
+def test_a_worker_on_which_the_step_raises_is_left_alone_where_another_can_do_it(
+    call: str, undisturbed: Outcome
+) -> None:
+    faults = Raises(call)
+    run = fit([AllAtWork()], workers=6, faults=faults)
+    _same(run, undisturbed)
+    bans = run.trainer.strategy.report()["bans"]  # type: ignore[attr-defined]
+    assert {(ban["peer"], ban["stage"], ban["cause"]) for ban in bans} == {(*faults.broken, 1, "failed")}
+
+
+@pytest.mark.parametrize("call", ["process", "reduce", "commit"])
+def test_what_raises_on_two_workers_ends_the_run(call: str) -> None:
+    with pytest.raises(MemoryError, match="no more"):
+        fit([AllAtWork()], workers=6, faults=Raises(call, workers=2))
+
+
+class Malformed(Meddling):
+    """A worker of stage 1 answers what cannot be read, once, in step 2."""
+
+    def __init__(self, call: str, change: dict[str, Any]) -> None:
+        super().__init__()
+        self.call, self.change = call, change
+        self.liars: set[str] = set()
+
+    async def after(self, worker: Any, call: str, caller: str, header: dict[str, Any], reply: Any) -> Any:
+        server = worker.service.server
+        if self.liars or call != self.call or server is None or (server.index, server.version) != (1, 2):
+            return reply
+        self.liars.add(worker.node.peer_id)
+        return {**reply[0], **self.change}, reply[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "change"),
+    [
+        ("process", {"compute_s": "long"}),
+        ("process", {"effects": {"__tensor__": 99}}),
+        ("process", {"transfers": [1.0]}),
+        ("reduce", {"squared_norms": {}}),
+        ("reduce", {"absent": 3}),
+    ],
+)
+def test_a_reply_that_cannot_be_read_is_its_senders_fault(
+    call: str, change: dict[str, Any], undisturbed: Outcome
+) -> None:
+    faults = Malformed(call, change)
+    run = fit([AllAtWork()], workers=6, faults=faults)
+    _same(run, undisturbed)
+    bans = run.trainer.strategy.report()["bans"]  # type: ignore[attr-defined]
+    assert [(ban["peer"], ban["stage"], ban["cause"]) for ban in bans] == [(*faults.liars, 1, "protocol")]
+
+
 class Pause(nn.Module):
     """Takes its time."""
 

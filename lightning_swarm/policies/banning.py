@@ -151,6 +151,7 @@ class BanList:
             longer = now + self._length_s(rule, repetition) > record.ban.until_s
             if running and (cause == record.ban.cause or not longer):
                 return None
+        self._forget_old(now)
         ban = Ban(peer, cause, now, now + self._length_s(rule, repetition), repetition)
         self._records[peer] = _Record(ban)
         return ban
@@ -232,6 +233,11 @@ class BanList:
     def forget(self, peer: str) -> None:
         """Drop what is known of a peer that has left for good."""
         self._records.pop(peer, None)
+
+    def _forget_old(self, now: float) -> None:
+        """A machine that comes back is another peer each time: what is of no consequence any more must not pile up."""
+        ends = {peer: max(r.ban.until_s, r.probing_until_s or now) for peer, r in self._records.items()}
+        self._records = {p: r for p, r in self._records.items() if now - ends[p] < self.forget_after_s}
 
     @staticmethod
     def _length_s(rule: BanRule, repetition: int) -> float:

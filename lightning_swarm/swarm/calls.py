@@ -119,6 +119,21 @@ class Task(Message):
 
 
 @dataclass(frozen=True)
+class TaskReply(Message):
+    """A stage is done with a microbatch."""
+
+    effects: Any
+    """What the step did besides computing (``worker/recorder.py``), as ``swarm/tree.py`` encodes it."""
+    compute_s: float
+    held_bytes: int
+    """What a microbatch holds for its backward pass; 0 where that was not measured."""
+    transfers: dict[str, float]
+    """Seconds that tensors were under way, by the worker that they came from."""
+    duplicate: bool
+    """Whether the microbatch was done before the task came."""
+
+
+@dataclass(frozen=True)
 class GroupMember(Message):
     """A worker in a reduction."""
 

@@ -54,6 +54,11 @@ _ASK_AFTER_S = 2.0
 _MOST_ATTEMPTS = 20
 _BUSY_S = 0.1
 _MOST_REFUSALS = 50
+_CAUSES = {
+    DeadlineExceeded.__name__: Cause.TIMEOUT,
+    ProtocolError.__name__: Cause.PROTOCOL,
+    RemoteError.__name__: Cause.FAILED,
+}
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,10 @@ class StepEnd:
                 self._session, step, attempt, mine, expected, _CALL_DEADLINE_S / 2, self._allow_nan or doubted
             )
             header, _ = await self._node.call(worker.peer, "reduce", request.to_dict(), deadline_s=_CALL_DEADLINE_S)
-            return ReduceReply.from_dict(header)
+            reply = ReduceReply.from_dict(header)
+            if reply.squared_norms.keys() != {group.name for group in mine}:
+                raise ProtocolError(f"{worker.peer} answers for other groups than it was asked for.", worker.peer)
+            return reply
 
         replies, errors = await self._call_all(workers, reduce, "reduce")
         if errors:
@@ -260,7 +268,7 @@ class StepEnd:
             Replies and errors, by worker.
 
         Raises:
-            RemoteError: A worker's code raised; as do mistakes of our own.
+            RemoteError: The code raised on all workers of a stage; as do mistakes of our own.
         """
         started = time.monotonic()
         tasks = {worker.peer: asyncio.ensure_future(call(worker)) for worker in workers}
@@ -275,10 +283,12 @@ class StepEnd:
                     try:
                         replies[peer] = tasks.pop(peer).result()
                         self._roster.took(peer, stages[peer], what, time.monotonic() - started)
-                    except (RemoteError, CallerError, NodeClosed):
+                    except (CallerError, NodeClosed):
                         raise
                     except SwarmError as error:
                         errors[peer] = error
+                        if isinstance(error, RemoteError) and not self._others_of(stages[peer], errors):
+                            raise
                 if not ended:
                     errors.update(await self._hung({peer: stages[peer] for peer in tasks}, what))
                     for peer in errors.keys() & tasks.keys():
@@ -289,6 +299,10 @@ class StepEnd:
             for task in tasks.values():
                 task.cancel()
         return replies, errors
+
+    def _others_of(self, stage: int, failed: Collection[str]) -> bool:
+        """Whether a stage has workers besides those that have failed."""
+        return any(worker.peer not in failed for worker in self._roster.at_stage(stage))
 
     async def _hung(self, silent: dict[str, int], what: str) -> dict[str, SwarmError]:
         """Those among silent workers (and their stages) who do not answer or compute for too long."""
@@ -312,8 +326,7 @@ class StepEnd:
         log.warning("Worker %s of stage %d failed in %s: %s", culprit[-6:], known.stage, what, error)
         if known.ready:
             name = error.cause if isinstance(error, SourceFailed) else type(error).__name__
-            cause = {DeadlineExceeded.__name__: Cause.TIMEOUT, ProtocolError.__name__: Cause.PROTOCOL}.get(name)
-            self._roster.failed(culprit, known.stage, cause or Cause.RESET, str(error))
+            self._roster.failed(culprit, known.stage, _CAUSES.get(name, Cause.RESET), str(error))
         self._pipeline.lose(culprit)
 
     def _doubt(self, culprit: str, error: SwarmError) -> None:

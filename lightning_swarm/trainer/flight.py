@@ -57,6 +57,8 @@ class Flight:
     """Whether NaN in it is the model's own, as far as anybody can tell."""
     suspects: dict[tuple[int, int], str] = field(default_factory=dict)
     """Who sent NaN, by the stage that got it and the stage that sent it, until another worker has sent the same."""
+    raised_at: dict[int, str] = field(default_factory=dict)
+    """By stage, the worker on which the user's code has raised."""
 
     def __post_init__(self) -> None:
         stages = len(self.job.signature.batch_leaves)

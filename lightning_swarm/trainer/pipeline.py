@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_swarm.policies.banning import Cause, link
-from lightning_swarm.swarm.calls import ProbeReply, ProbeRequest
+from lightning_swarm.swarm.calls import ProbeReply, ProbeRequest, TaskReply
 from lightning_swarm.swarm.errors import (
     DeadlineExceeded,
     Evicted,
@@ -30,6 +30,7 @@ from lightning_swarm.swarm.errors import (
     PeerStale,
     PeerUnreachable,
     ProtocolError,
+    RemoteError,
     SourceFailed,
     SwarmError,
 )
@@ -53,6 +54,7 @@ _CAUSES: dict[type[SwarmError], Cause] = {
     ProtocolError: Cause.PROTOCOL,
     NodeClosed: Cause.RESET,
     PeerBusy: Cause.BUSY,
+    RemoteError: Cause.FAILED,
 }
 
 
@@ -162,6 +164,7 @@ class Pipeline:
             retried = True
             try:
                 header, tensors = await self._process(flight, stage, worker)
+                reply, effects = TaskReply.from_dict(header), decode_tree(header["effects"], tensors)
                 if self._roster.workers.get(worker) is not membership:
                     # Given up while its answer was on its way: what it holds is in nobody's sum.
                     raise _Rerouted
@@ -172,19 +175,19 @@ class Pipeline:
                 await self._blame_source(flight, stage, worker, error)
                 continue
             except tuple(_CAUSES) as error:
-                if isinstance(error, NodeClosed) and error.peer is None:
+                if self._concerns_all(flight, stage, worker, error):
                     raise
                 self._blame(flight, stage, membership, error)
                 if flight.route[stage] == worker:
                     await self._reroute(flight, stage, excluding=worker)
                 await asyncio.sleep(min(0.05 * attempt, 1.0))
                 continue
-            flight.effects[stage] = decode_tree(header["effects"], tensors)
-            self._roster.completed(worker, stage, float(header["compute_s"]), int(header["held_bytes"]))
-            for source, seconds in header["transfers"].items():
-                self._roster.transferred(source, worker, float(seconds))
+            flight.effects[stage] = effects
+            self._roster.completed(worker, stage, reply.compute_s, reply.held_bytes)
+            for source, seconds in reply.transfers.items():
+                self._roster.transferred(source, worker, seconds)
             self._roster.tally.count("processed", stage, worker)
-            if header["duplicate"]:
+            if reply.duplicate:
                 self._roster.tally.count("duplicate", stage, worker)
             self._roster.tally.done(flight.name, stage)
             if flight.job.training:
@@ -217,7 +220,7 @@ class Pipeline:
                 await asyncio.sleep(_BUSY_S)
                 continue
             except tuple(_CAUSES) as error:
-                if isinstance(error, NodeClosed) and error.peer is None:
+                if self._concerns_all(flight, stage, worker, error):
                     raise
                 self._blame(flight, stage, membership, error)
                 return
@@ -225,6 +228,15 @@ class Pipeline:
             self._roster.tally.count("replayed", stage, worker)
             return
         raise SwarmError(f"The {output} of microbatch {flight.name} at stage {stage} could not be made again.")
+
+    def _concerns_all(self, flight: Flight, stage: int, worker: str, error: SwarmError) -> bool:
+        """Whether another worker would not help: our own peer has ended, or the user's step raised, and here is nobody
+        else to try it, or it raised on two workers. One alone may be out of memory, or have a broken device.
+        """
+        if isinstance(error, RemoteError):
+            first = flight.raised_at.setdefault(stage, worker)
+            return first != worker or self._alone(worker, stage)
+        return isinstance(error, NodeClosed) and error.peer is None
 
     def _blame(self, flight: Flight, stage: int, worker: Worker, error: SwarmError) -> None:
         """A call to a worker failed through its own fault."""

@@ -394,6 +394,8 @@ class Session:
         old = self.roster
         if self._step_end is not None:
             self._step_end.close()
+        if self.pipeline is not None:
+            self.pipeline.forget()  # Nobody waits for what is under way, and it would find fault with the workers.
         self.roster = Roster(
             len(plan.stages),
             self.tally,

@@ -204,6 +204,10 @@ class WorkerService:
                 f"the ledger gives this worker {len(request.expected)} microbatches of step {request.step}, it has "
                 f"accumulated {len(held)}; different: {sorted(held ^ frozenset(request.expected))[:4]}"
             )
+        if server.strayed:
+            raise PeerStale(f"this worker's running buffers have seen {sorted(server.strayed)[:4]}, others' too")
+        for group in request.groups:
+            self._drop_earlier(request, group)
         started = time.perf_counter()
         running = [asyncio.create_task(self._reduce_group(server, request, group)) for group in request.groups]
         try:
@@ -219,6 +223,11 @@ class WorkerService:
             absent += missing
         finite = all(math.isfinite(norm) for norm in norms.values())
         return ReduceReply(norms, finite, tuple(absent)).to_dict(), []
+
+    def _drop_earlier(self, request: ReduceRequest, group: Group) -> None:
+        """What earlier attempts of this group have left is of no use: who takes part in this one has given them up."""
+        earlier = {f"reduce/{request.step}/{attempt}/{group.name}" for attempt in range(request.attempt)}
+        self.outbox.drop(lambda key: str(key).rpartition("/")[0].rpartition("/")[0] in earlier)
 
     async def _reduce_group(
         self, server: StageServer, request: ReduceRequest, group: Group

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_swarm.slicing.ghost import buffer_entries, put
 from lightning_swarm.slicing.plan import Plan, StepSignature
 from lightning_swarm.slicing.stage import GhostLeaf, Stage, StageOutput
-from lightning_swarm.swarm.calls import Assignment, Context, Task
+from lightning_swarm.swarm.calls import Assignment, Context, Task, TaskReply
 from lightning_swarm.swarm.errors import PeerStale, ProtocolError, RemoteError
 from lightning_swarm.swarm.outbox import Outbox
 from lightning_swarm.swarm.tree import decode_tree, encode_tree
@@ -53,7 +53,7 @@ class _Progress:
     compute_s: float = 0.0
     transfers: dict[str, float] = field(default_factory=dict)
     """Seconds that tensors took from other workers."""
-    reply: tuple[dict[str, Any], list[Tensor]] | None = None
+    reply: tuple[TaskReply, list[Tensor]] | None = None
     runner: asyncio.Task | None = None
 
 
@@ -103,6 +103,8 @@ class StageServer:
         self._evaluated_before = 0
         self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
         self._samples = 0
+        self._run_here: set[str] = set()
+        """The step's microbatches that have changed the running buffers."""
         self._held_bytes: int | None = None
         """What one training microbatch keeps for its backward pass, as the first one did."""
         self.forward_s = self.backward_s = self.waiting_s = 0.0
@@ -129,7 +131,8 @@ class StageServer:
         if self.version != task.step:
             raise PeerStale(f"this worker is at step {self.version}, the task at step {task.step}")
         if not task.training and task.first > self._evaluated_before:
-            self._forget({f"{task.step}:e{order}" for order in range(self._evaluated_before, task.first)})
+            over = {f"{task.step}:e{order}" for order in range(self._evaluated_before, task.first)}
+            self._forget(over.__contains__)
             self._evaluated_before = task.first
         if task.remake is not None:
             await self._remake(task, tensors)
@@ -142,17 +145,15 @@ class StageServer:
         try:
             if progress.reply is None:
                 progress.reply = await self._advance(progress, task, tensors)
-            header, reply_tensors = progress.reply
-            return {**header, "duplicate": duplicate}, reply_tensors
+            reply, reply_tensors = progress.reply
+            return replace(reply, duplicate=duplicate).to_dict(), reply_tensors
         finally:
             if progress.runner is asyncio.current_task():
                 progress.runner = None
             if not task.training and progress.reply is not None:
                 progress.output = None
 
-    async def _advance(
-        self, progress: _Progress, task: Task, tensors: list[Tensor]
-    ) -> tuple[dict[str, Any], list[Tensor]]:
+    async def _advance(self, progress: _Progress, task: Task, tensors: list[Tensor]) -> tuple[TaskReply, list[Tensor]]:
         if progress.output is None:
             inputs = await self._fetch_inputs(progress, task)
             await self._executor.do(
@@ -166,13 +167,8 @@ class StageServer:
                 Priority.BACKWARD, lambda: self._backward(progress, task, gradients), order=task.order
             )
         self.processed += 1
-        header, reply_tensors = encode_tree(progress.effects)
-        reply = {
-            "effects": header,
-            "compute_s": progress.compute_s,
-            "held_bytes": self._held_bytes or 0,
-            "transfers": progress.transfers,
-        }
+        effects, reply_tensors = encode_tree(progress.effects)
+        reply = TaskReply(effects, progress.compute_s, self._held_bytes or 0, progress.transfers, False)
         return reply, reply_tensors
 
     async def _remake(self, task: Task, tensors: list[Tensor]) -> None:
@@ -231,6 +227,8 @@ class StageServer:
         if progress.output is not None:
             return
         started = time.perf_counter()
+        if task.training:
+            self._run_here.add(task.microbatch)
         unweighed = task.training and self._held_bytes is None
         saved = SavedBytes(self.stage.owned_parameters().values()) if unweighed else None
         with saved or contextlib.nullcontext():
@@ -344,20 +342,28 @@ class StageServer:
         self.accumulator.reset()
         self._buffers_before = {name: buffer.clone() for name, buffer in self._running_buffers().items()}
         self._samples = 0
+        self._run_here.clear()
+
+    @property
+    def strayed(self) -> frozenset[str]:
+        """Microbatches that were given to others after they had changed the running buffers here, which cannot be
+        undone: there they count twice.
+        """
+        return frozenset(self._run_here - self.accumulator.accumulated) if self._running_buffers() else frozenset()
 
     def forget_step(self, step: int) -> None:
         """Let go of what a committed step needed."""
-        prefix = f"{step}:"
-        self._forget({name for name in self._progress if name.startswith(prefix)})
+        self._forget(lambda name: name.partition(":")[0] == str(step))
         self._evaluated_before = 0
 
-    def _forget(self, names: set[str]) -> None:
-        for name in names:
-            progress = self._progress.pop(name, None)
-            if progress is not None and progress.runner is not None:
+    def _forget(self, unwanted: Callable[[str], bool]) -> None:
+        """Let go of microbatches, by name; of some there is only what was made again."""
+        for name in [name for name in self._progress if unwanted(name)]:
+            progress = self._progress.pop(name)
+            if progress.runner is not None:
                 progress.runner.cancel()
-        self._sources = {key: kept for key, kept in self._sources.items() if key.partition("/")[0] not in names}
-        self.outbox.drop(lambda key: str(key).partition("/")[0] in names)
+        self._sources = {key: kept for key, kept in self._sources.items() if not unwanted(key.partition("/")[0])}
+        self.outbox.drop(lambda key: unwanted(str(key).partition("/")[0]))
 
     def _running_buffers(self) -> dict[str, Tensor]:
         """Buffers that training changes here (BatchNorm's), in a fixed order."""

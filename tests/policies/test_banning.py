@@ -36,6 +36,14 @@ def test_bans_grow_up_to_a_bound_and_are_forgotten() -> None:
     assert ban is not None and ban.repetition == 1
 
 
+def test_peers_that_are_gone_for_long_do_not_pile_up() -> None:
+    bans = BanList(forget_after_s=900.0)
+    for k in range(1000):
+        bans.report(10.0 * k, f"peer {k}", Cause.RESET)
+        bans.dispatched(10.0 * k, f"peer {k}")
+    assert 90 <= len(bans.banned(0.0)) <= len(bans._records) <= 92
+
+
 def test_peer_that_fails_every_other_task_is_banned_ever_longer() -> None:
     bans, now, lengths = BanList(), 0.0, []
     for _ in range(4):

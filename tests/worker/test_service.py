@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -52,6 +53,12 @@ class Served:
     async def send(self, call: str, message: Message) -> Any:
         handler: Callable[..., Any] = self.service.handlers()[call]
         return await handler("trainer", message.to_dict(), self.stages.task(0, 1)[1] if call == "process" else [])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait on a thread for something that happens on another one."""
+    while not condition():
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +122,38 @@ def test_a_sum_is_of_no_use_after_another_microbatch(stages: Stages) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_a_microbatch_that_others_have_accumulated_must_not_stay_in_the_running_buffers(stages: Stages) -> None:
+    async def scenario() -> None:
+        await stages.run(1)
+        served = Served(stages)
+        task, tensors = stages.task(0, 1)
+        strays = asyncio.ensure_future(served.server.process(task, tensors))
+        await stages.outboxes[0].get("0:1/a1")
+        strays.cancel()  # It is given to another worker, as this one cannot reach the stage behind.
+        with pytest.raises(PeerStale, match=r"running buffers have seen \['0:1'\]"):
+            await served.send("reduce", served.valid("reduce"))
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_what_failed_attempts_and_repetitions_have_left_goes(stages: Stages) -> None:
+    async def scenario() -> None:
+        await stages.run(1)
+        served = Served(stages)
+        outbox = served.service.outbox
+        for key in ("reduce/0/0/stage0/me/1", "reduce/0/0/stage0+1/me/1", "reduce/0/1/stage0/me/1", "1:0/a1", "0:7/a1"):
+            outbox.put(key, [torch.ones(1)])
+        await served.send("reduce", replace(served.valid("reduce"), attempt=1))
+        assert outbox.keys() == ["reduce/0/0/stage0+1/me/1", "reduce/0/1/stage0/me/1", "1:0/a1", "0:7/a1"]
+        stages.outboxes[0].put("0:7/a1", [torch.ones(1)])  # Made again for a neighbour, without having been done here.
+        await served.send("commit", replace(served.valid("commit"), attempts={"stage0": 1}))
+        assert outbox.keys() == ["1:0/a1", "0:7/a1"]
+        kept = stages.outboxes[0].keys()
+        assert not [key for key in kept if str(key).startswith("0:")]
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 @pytest.mark.parametrize("begun", [True, False], ids=["in the optimizer", "waiting for the compute thread"])
 def test_a_commit_that_has_come_is_made_even_if_the_trainer_dies(stages: Stages, begun: bool) -> None:
     """Else the worker would be at the next step without being able to say so, or have lost the sums of this one."""
@@ -135,8 +174,8 @@ def test_a_commit_that_has_come_is_made_even_if_the_trainer_dies(stages: Stages,
             occupied = asyncio.ensure_future(stages.executors[0].do(Priority.COMMIT, occupy))
         commit = asyncio.ensure_future(served.send("commit", served.valid("commit")))
         await asyncio.to_thread(reached.wait, 20)
-        while not begun and not stages.executors[0].queued:
-            await asyncio.sleep(0)
+        if not begun:
+            await asyncio.to_thread(until, lambda: stages.executors[0].queued == 1)
         commit.cancel()  # As the answering end does when the caller is gone.
         with pytest.raises(asyncio.CancelledError):
             await commit
@@ -166,11 +205,9 @@ def test_which_gradients_are_absent_is_looked_at_between_microbatches(stages: St
 
         occupied = asyncio.ensure_future(executor.do(Priority.COMMIT, begin.wait))
         reduce = asyncio.ensure_future(served.send("reduce", served.valid("reduce")))
-        while executor.queued < 1 or not executor.computing_s():
-            await asyncio.sleep(0)
+        await asyncio.to_thread(until, lambda: executor.computing_s() > 0 and executor.queued == 1)
         repeated = asyncio.ensure_future(executor.do(Priority.BACKWARD, repeat))
-        while executor.queued < 2:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(until, lambda: executor.queued == 2)
         begin.set()
         assert repeating.wait(20)  # The event loop goes on only now.
         reply, _ = await reduce
