@@ -10,8 +10,9 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_swarm.faults import Moment
+from lightning_swarm.swarm.errors import SwarmError
 from lightning_swarm.testing import Fault, Faults
-from lightning_swarm.trainer import roster
+from lightning_swarm.trainer import roster, session
 from lightning_swarm.trainer.roster import Roster
 from lightning_swarm.trainer.session import Session
 from tests.harness import AllAtWork, Meddling, Outcome, difference, fit_swarm, ready, wait
@@ -67,9 +68,9 @@ class Kill(pl.Callback):
         self._threads.clear()
 
     def _kill(self, strategy: Any, victim: str) -> None:
-        session, local = strategy._session, strategy._local
-        step = session.step
-        while not session.pipeline.ledger.held_by(victim) and session.step == step:
+        ours, local = strategy._session, strategy._local
+        step = ours.step
+        while not ours.pipeline.ledger.held_by(victim) and ours.step == step:
             threading.Event().wait(0.001)
         local.kill(victim)
         self.killed += 1
@@ -111,6 +112,41 @@ def test_all_workers_of_the_swarm_vanish(undisturbed: Outcome) -> None:
     kill = Kill({5: [0, 1, 2]}, replace=True)
     _same(fit([kill], workers=3), undisturbed)
     assert kill.killed == 3
+
+
+class KillAlways(Meddling):
+    """Whoever serves stage 1 vanishes in the third step, and another worker comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed: set[str] = set()
+        self.local: Any = None
+
+    async def before(self, worker: Any, call: str, header: dict[str, Any]) -> None:
+        server = worker.service.server if worker.service is not None else None
+        if call == "process" and server is not None and (server.index, server.version) == (1, 2):
+            peer = worker.node.peer_id
+            if peer not in self.killed:
+                self.killed.add(peer)
+                threading.Thread(target=self._replace, args=(peer, 100 + len(self.killed)), daemon=True).start()
+            await asyncio.Event().wait()
+
+    def _replace(self, peer: str, another: int) -> None:
+        self.local.kill(peer)
+        self.local.start(another)
+
+
+def test_a_stage_that_is_lost_again_and_again_ends_the_run_with_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_MOST_LOSSES", 3)
+    faults = KillAlways()
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            faults.local = trainer.strategy._local  # type: ignore[attr-defined]
+
+    with pytest.raises(SwarmError, match="Stage 1 has lost .* That is the 4th time .* since step 2 began"):
+        fit([Watch()], workers=3, faults=faults)
+    assert len(faults.killed) == 4
 
 
 class KillAtEnd(pl.Callback):

@@ -17,6 +17,7 @@ from lightning_swarm import SwarmStrategy
 from lightning_swarm.swarm.errors import NodeClosed
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.testing import Faults, ThreadSwarmStrategy, _ThreadWorkers
+from lightning_swarm.trainer import position
 from lightning_swarm.trainer.snapshots import Snapshots
 from tests.harness import Outcome, difference, fit_swarm, options
 from tests.models import CASES, GPT
@@ -233,6 +234,22 @@ def test_from_the_workers(
     report = Report()
     assert_same(fit(report, swarm=swarm.strategy_of_trainer()), undisturbed)
     assert [worker["downloads"] for worker in report.report["workers"]] == ([1, 1] if batch > 1 else [2, 2])
+
+
+def test_states_of_callbacks_that_are_too_large_for_the_workers_go_to_the_disk_alone(
+    tmp_path: Path,
+    undisturbed: tuple[Outcome, Counting],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    elsewhere: Callable[..., Elsewhere],
+) -> None:
+    monkeypatch.setattr(position, "_MOST_BYTES", 1000)
+    swarm = elsewhere()
+    with pytest.raises(Killed):
+        fit(Die(5), swarm=swarm.strategy_of_trainer(snapshot_dir=tmp_path))
+    assert caplog.text.count("too much to go to the workers with each step") == 1
+    assert [s._peer.service.committed.position for s in swarm.workers.strategies.values()] == [b"", b""]
+    assert_same(fit(swarm=swarm.strategy_of_trainer(snapshot_dir=tmp_path)), undisturbed)
 
 
 class Terminate(Die):

@@ -17,6 +17,8 @@ import torch
 from lightning_swarm.swarm.tree import decode_tree, encode_tree
 
 _LARGE_BYTES = 1 << 16
+_MOST_BYTES = 8 << 20
+"""Of a record: it goes to every worker in the header of each commit."""
 
 Effects = list[list[dict[str, Any]]]
 """Of one batch, by microbatch and stage; see ``worker/recorder.py``."""
@@ -29,6 +31,11 @@ class StepRecord:
     position: bytes = b""
     effects: tuple[bytes, ...] = ()
     """By batch."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether it is small enough to go to the workers."""
+        return len(self.position) + sum(map(len, self.effects)) <= _MOST_BYTES
 
 
 def pack(value: Any) -> bytes:

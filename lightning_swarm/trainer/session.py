@@ -68,6 +68,8 @@ _STATS_DEADLINE_S = 5.0
 _SPEAK_EVERY_S = 60.0
 _LOOK_AFTER_NEWCOMERS_S = 3.0
 _MOST_SILENCES = 3
+_MOST_LOSSES = 20
+"""Of stages, without a step being made in between."""
 
 Reply = tuple[dict[str, Any], Sequence[Tensor]]
 
@@ -171,6 +173,11 @@ class Session:
         self._position = b""
         """Where Lightning stood at the beginning of the step under way."""
         self._effects: list[bytes] = []
+        self._said_record_stays = False
+        self._furthest = 0
+        """The most steps that were ever made; those that are repeated are behind it."""
+        self._losses = 0
+        """How often a stage has been lost since then."""
         """What the step's batches gave, if the position is known."""
         self._bans = BanList()
         self.tally = Tally()
@@ -485,6 +492,13 @@ class Session:
                 self.origin.version,
             )
             self.counters["stages lost"] += 1
+            self._losses += 1
+            if self._losses > _MOST_LOSSES:
+                raise SwarmError(
+                    f"{lost} That is the {self._losses}th time that a stage was lost since step {self._furthest} "
+                    "began, so its workers may die of what they do there: see what they printed last. More memory, "
+                    "more stages or smaller microbatches help if that is it."
+                )
             self.counters["steps repeated"] += max(0, self.step - self.origin.version)
             assert self.plan is not None
             self.step, self._count = self.origin.version, 0
@@ -563,7 +577,17 @@ class Session:
 
     async def finish_step(self, hyperparameters: list[dict[str, Any]], clipping: Clipping) -> None:
         """Reduce and commit: the swarm is at the next step then."""
-        ending = StepEnding(tuple(hyperparameters), clipping, StepRecord(self._position, tuple(self._effects)))
+        record = StepRecord(self._position, tuple(self._effects))
+        if not record.travels:
+            if not self._said_record_stays:
+                self._said_record_stays = True
+                log.warning(
+                    "The states of callbacks, loops and data are %d MiB, too much to go to the workers with each step. "
+                    "A trainer that is killed can go on from its snapshot_dir, but not from the workers.",
+                    len(record.position) >> 20,
+                )
+            record = StepRecord()
+        ending = StepEnding(tuple(hyperparameters), clipping, record)
         self._position, self._effects = b"", []
         self._redo.end(ending)
         while True:
@@ -587,6 +611,8 @@ class Session:
     def _committed(self) -> None:
         self.step += 1
         self._count = self._evaluated = 0
+        if self.step > self._furthest:
+            self._furthest, self._losses = self.step, 0
 
     async def banning(self, bans: BanList) -> None:
         """From now on this list decides whom to leave alone, with what is known of the workers so far."""
