@@ -124,8 +124,9 @@ class Member:
         Raises:
             MisconfigurationException: The trainer refuses this worker; says what differs.
             TrainerGone: Nobody to work for.
+            NodeClosed: This worker's own node is of no use any more; a new process gets a new one.
         """
-        life = self._node.spawn(self._live(), "membership")
+        life = self._node.spawn(self._node.while_alive(self._live()), "membership")
         life.add_done_callback(lambda _: self._executor.stop())
         try:
             self._executor.run()

@@ -26,6 +26,7 @@ from lightning_swarm.swarm.errors import (
 )
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox, fetch
+from tests.swarm.peers import end_daemon
 
 
 class Pair:
@@ -287,6 +288,26 @@ def test_closing_fails_those_who_wait() -> None:
     threading.Timer(0.2, node.close).start()
     with pytest.raises(NodeClosed):
         node.run(asyncio.sleep(100))
+
+
+def test_a_node_whose_daemon_has_ended_keeps_nobody_waiting() -> None:
+    with Node(run_id="ended") as node:
+        cancelled = threading.Event()
+
+        async def wait() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        assert node.run(node.while_alive(asyncio.sleep(0, "done"))) == "done"
+        waiting = node.spawn(node.while_alive(wait()), "waiting")
+        end_daemon(node)
+        with pytest.raises(NodeClosed, match="p2pd ended unexpectedly"):
+            waiting.result(30)
+        assert cancelled.wait(30)
+        with pytest.raises(NodeClosed, match="p2pd ended unexpectedly"):
+            node.run(node.while_alive(wait()), timeout_s=30)
 
 
 def test_a_peer_keeps_its_name_with_an_identity(tmp_path: Path) -> None:
