@@ -35,7 +35,7 @@ from lightning_swarm.swarm.calls import (
     ReadyRequest,
     StateRequest,
 )
-from lightning_swarm.swarm.errors import CallerError, PeerBusy, PeerStale, SwarmError
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, PeerBusy, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.worker.executor import Executor, Priority
@@ -232,7 +232,8 @@ class Member:
             self._follow(found)
 
     async def _ask(self) -> JoinReply:
-        deadline = asyncio.get_running_loop().time() + self._trainer_timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._trainer_timeout_s
         while True:
             trainer = self.trainer
             try:
@@ -244,13 +245,17 @@ class Member:
             except CallerError as error:
                 raise MisconfigurationException(str(error)) from error
             except SwarmError as error:
-                if asyncio.get_running_loop().time() > deadline:
+                if isinstance(error, DeadlineExceeded | PeerBusy) and await self._answers(trainer):
+                    # It lets nobody in before the step under way has ended, however long that takes.
+                    deadline = loop.time() + self._trainer_timeout_s
+                elif loop.time() > deadline:
                     raise TrainerGone(
                         f"The trainer does not answer: {error} Nobody has started it again within "
                         f"{self._trainer_timeout_s:.0f} s (trainer_timeout).",
                         trainer,
                     ) from error
-                await self._look_for_another()
+                else:
+                    await self._look_for_another()
                 await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def _take(self, assignment: Assignment, incoming: Incoming | None = None) -> None:
@@ -290,6 +295,11 @@ class Member:
                 # A commit may have come while we asked; if none has, we are where the swarm is not.
                 if server.version == version:
                     raise
+            except (DeadlineExceeded, PeerBusy) as error:
+                # It answers between two steps only, and over slow links the end of one takes long. Whether it lives is
+                # for those to find out who wait for the session's end.
+                log.info("The trainer has not yet heard that this worker is ready: %s", error)
+                await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def _finish(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The session is over, or another stage awaits this worker."""

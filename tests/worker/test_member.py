@@ -1,10 +1,20 @@
 """A worker goes on when its trainer is slow or away, and ends when nothing can become of it."""
 
-from collections.abc import Callable
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
 
+from lightning_swarm.swarm.calls import JoinReply, JoinRequest
+from lightning_swarm.swarm.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
+from lightning_swarm.trainer.session import Session
+from lightning_swarm.worker import member
+from lightning_swarm.worker.member import Hosted, Member, TrainerGone
 from tests.harness import AllAtWork, difference, fit_plain, fit_swarm, wait
 from tests.models import CASES, GPT
 from tests.swarm.peers import end_daemon
@@ -41,3 +51,77 @@ def test_a_worker_whose_own_daemon_has_ended_ends_at_once_and_no_other_does() ->
     run = fit_swarm(make, CASE.loader(5), 2, swarm={"workers": 3}, callbacks=[AllAtWork(), At(3, end_one)])
     assert difference(run.weights, fit_plain(make, CASE.loader(5)).weights) < 1e-6
     assert run.trainer.strategy.report()["counters"]["leaves"] == 1  # type: ignore[attr-defined]
+
+
+class Trainer:
+    """A node whose calls to a trainer are answered as a test says.
+
+    Args:
+        joins: What the trainer answers to ``join``, call by call; what is an error is raised.
+        lives: Whether it answers a ``ping``.
+    """
+
+    peer_id = "worker"
+
+    def __init__(self, joins: Iterator[JoinReply | Exception], lives: bool = True) -> None:
+        self._joins = joins
+        self._lives = lives
+        self.asked: Counter[str] = Counter()
+
+    async def call(self, peer: str, method: str, header: dict[str, Any], *, deadline_s: float) -> Any:
+        """As a node's."""
+        self.asked[method] += 1
+        if method == "ping":
+            if not self._lives:
+                raise PeerUnreachable("it is gone", peer)
+            return {"member": False, "session": 0}, []
+        answer = next(self._joins)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer.to_dict(), []
+
+
+def member_of(trainer: Trainer, timeout_s: float) -> Member:
+    """One that waits so long for a trainer that is away."""
+
+    async def nobody(trainer: str) -> None:
+        return None
+
+    request = JoinRequest(0, "fit", "cpu", 0, {}, {}, -1)
+    hosted = Hosted(nn.Linear(1, 1), torch.device("cpu"), None, lambda context: None, None, request)  # type: ignore
+    return Member(trainer, None, hosted, "trainer", nobody, timeout_s)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("late", "trainer"), PeerBusy("later", "trainer")])
+def test_a_trainer_that_lives_is_asked_as_long_as_it_takes(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "_AGAIN_AFTER_S", 0.0)
+    trainer = Trainer(iter([error] * 5 + [JoinReply("skip")]))
+    assert asyncio.run(member_of(trainer, timeout_s=0.0)._ask()).action == "skip"
+    away = Trainer(iter([error] * 5), lives=False)
+    with pytest.raises(TrainerGone):
+        asyncio.run(member_of(away, timeout_s=0.0)._ask())
+
+
+def test_a_newcomer_whose_readiness_is_heard_late_keeps_the_state_that_it_has_got(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer is at the end of a step for longer than the deadline of the newcomer's call."""
+    heard: Counter[str] = Counter()
+    downloads: list[int] = []
+    ready = Session.ready
+
+    async def late(session: Session, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Any:
+        heard[caller] += 1
+        if heard[caller] == 1:
+            raise DeadlineExceeded("the step has not ended")
+        if heard[caller] == 2:
+            raise PeerBusy("the step has not ended")
+        return await ready(session, caller, header, tensors)
+
+    def count(strategy: Any) -> None:
+        downloads.extend(row["downloads"] for row in strategy.report()["workers"])
+
+    monkeypatch.setattr(Session, "ready", late)
+    run = fit_swarm(make, CASE.loader(2), 2, callbacks=[At(2, count)])
+    assert downloads == [1, 1] and sorted(heard.values()) == [3, 3]
+    assert run.trainer.strategy.report()["counters"]["joins"] == 2  # type: ignore[attr-defined]
