@@ -409,10 +409,11 @@ class Member:
             if loop.time() - heard < _PING_EVERY_S:
                 continue
             try:
-                answer, _ = await self._node.call(self.trainer, "ping", {}, deadline_s=_PING_EVERY_S)
+                session = {"session": self._hosted.request.session}
+                answer, _ = await self._node.call(self.trainer, "ping", session, deadline_s=_PING_EVERY_S)
                 heard = loop.time()
                 if not answer["member"]:
-                    log.warning("The trainer has given this worker up; it joins again.")
+                    log.warning("The trainer does not count on this worker any more; it joins again.")
                     return again
             except SwarmError as error:
                 if loop.time() - heard > self._trainer_timeout_s:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.swarm.calls import JoinReply, JoinRequest
 from lightning_swarm.swarm.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
+from lightning_swarm.trainer.peer import TrainerPeer
 from lightning_swarm.trainer.session import Session
 from lightning_swarm.worker import member
 from lightning_swarm.worker.member import Hosted, Member, TrainerGone
@@ -125,3 +126,26 @@ def test_a_newcomer_whose_readiness_is_heard_late_keeps_the_state_that_it_has_go
     run = fit_swarm(make, CASE.loader(2), 2, callbacks=[At(2, count)])
     assert downloads == [1, 1] and sorted(heard.values()) == [3, 3]
     assert run.trainer.strategy.report()["counters"]["joins"] == 2  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_has_not_heard_of_the_sessions_end_learns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pings: Counter[str] = Counter()
+    alive = TrainerPeer._alive
+
+    async def count(trainer: TrainerPeer, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Any:
+        pings[caller] += 1
+        return await alive(trainer, caller, header, tensors)
+
+    async def tell_nobody(*args: Any) -> None:
+        pass
+
+    def learn(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        workers = [worker._peer for worker in strategy._local.strategies.values()]
+        wait(strategy, lambda: all(w._waiting is not None or pings[w.node.peer_id] > 9 for w in workers))
+        assert len(pings) == 2 and all(w._waiting is not None for w in workers)
+
+    monkeypatch.setattr(member, "_PING_EVERY_S", 0.5)
+    monkeypatch.setattr(TrainerPeer, "_alive", count)
+    monkeypatch.setattr(Session, "_tell", tell_nobody)
+    fit_swarm(make, CASE.loader(2), 2, after=learn)
