@@ -165,16 +165,20 @@ class Member:
         handlers: dict[str, Any] = {**self.service.handlers(), "move": self._move, "finish": self._finish}
         handlers.update({call: self._of_trainer(handlers[call]) for call in _CALLS_OF_TRAINER})
         self._switchboard.plug({**handlers, "hold": self._hold})
+        loop = asyncio.get_running_loop()
         while True:
-            reply = None if self._leaving else await self._ask()
+            asked_s = loop.time()
+            reply = await self._ask()
             if reply is None or self._leaving:
                 return FinishRequest(self._hosted.request.session, False, True, None)
             if reply.action == "wait":
+                # Mostly the trainer has waited before it says so, but not while nobody could give us a stage's state.
+                await asyncio.sleep(asked_s + _AGAIN_AFTER_S - loop.time())
                 continue
             if reply.action in ("skip", "end"):
                 return FinishRequest(self._hosted.request.session, False, reply.action == "end", None)
             assert reply.assignment is not None
-            self.service.finished = asyncio.get_running_loop().create_future()
+            self.service.finished = loop.create_future()
             self._taking = asyncio.create_task(self._take(Assignment.from_dict(reply.assignment)))
             try:
                 finish = await self._until_finished()
@@ -231,10 +235,11 @@ class Member:
         if found is not None and await self._answers(found):
             self._follow(found)
 
-    async def _ask(self) -> JoinReply:
+    async def _ask(self) -> JoinReply | None:
+        """The trainer's answer; ``None`` if this worker leaves before there is one."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._trainer_timeout_s
-        while True:
+        while not self._leaving:
             trainer = self.trainer
             try:
                 header, _ = await self._node.call(
@@ -257,6 +262,7 @@ class Member:
                 else:
                     await self._look_for_another()
                 await asyncio.sleep(_AGAIN_AFTER_S)
+        return None
 
     async def _take(self, assignment: Assignment, incoming: Incoming | None = None) -> None:
         """Become a worker of the assigned stage; its state is there already if it was incoming, or is held."""

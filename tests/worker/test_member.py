@@ -1,6 +1,7 @@
 """A worker goes on when its trainer is slow or away, and ends when nothing can become of it."""
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.swarm.calls import JoinReply, JoinRequest
 from lightning_swarm.swarm.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
+from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.trainer.peer import TrainerPeer
 from lightning_swarm.trainer.session import Session
 from lightning_swarm.worker import member
@@ -63,15 +65,20 @@ class Trainer:
     """
 
     peer_id = "worker"
+    """Of the worker that asks."""
 
     def __init__(self, joins: Iterator[JoinReply | Exception], lives: bool = True) -> None:
         self._joins = joins
         self._lives = lives
         self.asked: Counter[str] = Counter()
 
+    def serve(self, handlers: Any) -> None:
+        """As a node."""
+
     async def call(self, peer: str, method: str, header: dict[str, Any], *, deadline_s: float) -> Any:
         """As a node's."""
         self.asked[method] += 1
+        await asyncio.sleep(0)
         if method == "ping":
             if not self._lives:
                 raise PeerUnreachable("it is gone", peer)
@@ -90,7 +97,8 @@ def member_of(trainer: Trainer, timeout_s: float) -> Member:
 
     request = JoinRequest(0, "fit", "cpu", 0, {}, {}, -1)
     hosted = Hosted(nn.Linear(1, 1), torch.device("cpu"), None, lambda context: None, None, request)  # type: ignore
-    return Member(trainer, None, hosted, "trainer", nobody, timeout_s)  # type: ignore[arg-type]
+    node: Any = trainer
+    return Member(node, Switchboard(node, []), hosted, "trainer", nobody, timeout_s)
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late", "trainer"), PeerBusy("later", "trainer")])
@@ -101,6 +109,35 @@ def test_a_trainer_that_lives_is_asked_as_long_as_it_takes(error: Exception, mon
     away = Trainer(iter([error] * 5), lives=False)
     with pytest.raises(TrainerGone):
         asyncio.run(member_of(away, timeout_s=0.0)._ask())
+
+
+def test_a_trainer_that_has_nothing_yet_is_asked_again_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "_AGAIN_AFTER_S", 3600.0)
+    trainer = Trainer(itertools.repeat(JoinReply("wait")))
+
+    async def live() -> None:
+        living = asyncio.create_task(member_of(trainer, timeout_s=600.0)._live())
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        living.cancel()
+
+    asyncio.run(live())
+    assert trainer.asked["join"] == 1
+
+
+def test_a_worker_that_is_told_to_leave_does_not_wait_for_a_trainer_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(member, "_AGAIN_AFTER_S", 0.0)
+    gone = PeerUnreachable("it is gone", "trainer")
+
+    def joins() -> Iterator[Exception]:
+        yield gone
+        worker._leaving = True
+        yield gone
+
+    worker = member_of(Trainer(joins(), lives=False), timeout_s=600.0)
+    assert not asyncio.run(worker._live()).reassign
 
 
 def test_a_newcomer_whose_readiness_is_heard_late_keeps_the_state_that_it_has_got(
