@@ -57,6 +57,7 @@ _LOOK_EVERY_S = 0.2
 _MOST_FAILURES = 3
 _MOST_ENDS = 8
 _LONGEST_PAUSE_S = 60.0
+_NO_ROOM_PAUSE_S = 1.0
 # Ends that are no failure of the process: it has left, or somebody, such as a kernel short of memory, has ended it.
 _NO_FAILURES = (0, -signal.SIGHUP, -signal.SIGINT, -signal.SIGKILL, -signal.SIGTERM)
 
@@ -221,8 +222,14 @@ class LocalWorkers:
             return
         if worker.due_s is None:
             worker.has_ended(code, now_s)
-        if worker.due_s is not None and worker.due_s <= now_s:
+        if worker.due_s is None or worker.due_s > now_s:
+            return
+        try:
             worker.start()
+        except OSError as error:
+            worker.due_s = now_s + _NO_ROOM_PAUSE_S
+            log.warning("Local worker %d cannot be started now, which is tried again: %s", worker.index, error)
+        else:
             self.restarts += 1
 
     def check(self) -> None:

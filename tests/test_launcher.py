@@ -1,5 +1,6 @@
 """Local workers that end are started again, unless that is in vain."""
 
+import errno
 import io
 import signal
 import subprocess
@@ -122,3 +123,21 @@ def test_one_that_has_left_comes_back_while_there_is_work_and_not_when_it_is_ove
     working = True
     look(workers, 20.0)
     assert workers.restarts == 2, "there is another call"
+
+
+def test_a_machine_without_room_for_a_process_is_tried_again(
+    local: Callable[..., LocalWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    workers = local(1)
+    workers.joined(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        end(workers, 0, 1, 0.0)
+        look(workers, 10.0)
+    assert workers.restarts == 0
+    workers.check()
+    look(workers, 20.0)
+    assert workers.restarts == 1
