@@ -9,6 +9,7 @@ sockets go with their owner (``swarm/daemon.py``).
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -144,9 +145,11 @@ class _LocalWorker:
         for raw in output:
             line = raw.decode(errors="replace").rstrip()
             tail.append(line)
-            # One write a line: others write at the same time.
-            sys.stderr.write(f"[{self._label(self.index)}] {line}\n")
-            sys.stderr.flush()
+            # Nobody may listen any more (``| head``, a closed terminal): the worker must not wait for that in a print.
+            with contextlib.suppress(OSError, ValueError):
+                # One write a line: others write at the same time.
+                sys.stderr.write(f"[{self._label(self.index)}] {line}\n")
+                sys.stderr.flush()
 
     def has_ended(self, code: int, now_s: float) -> None:
         """It has: note what it said, and when to start it again."""

@@ -43,9 +43,11 @@ def test_one_that_others_end_may_be_ended_many_times_but_not_for_ever(code: int)
 class Process:
     """A child process, as far as the launcher looks at it."""
 
+    prints = b"some words\n"
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.code: int | None = None
-        self.stdout = io.BytesIO(b"some words\n")
+        self.stdout = io.BytesIO(self.prints)
 
     def poll(self) -> int | None:
         return self.code
@@ -141,3 +143,18 @@ def test_a_machine_without_room_for_a_process_is_tried_again(
     workers.check()
     look(workers, 20.0)
     assert workers.restarts == 1
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError("closed"), ValueError("I/O operation on closed file")])
+def test_what_a_worker_prints_is_read_though_nobody_listens(
+    error: Exception, local: Callable[..., LocalWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(text: str) -> None:
+        raise error
+
+    monkeypatch.setattr(Process, "prints", b"".join(b"line %d\n" % number for number in range(9)))
+    monkeypatch.setattr("sys.stderr.write", refuse)
+    workers = local(1)
+    end(workers, 0, 1, 0.0)
+    with pytest.raises(WorkerDied, match="line 0\n(line .\n)*line 8$"):
+        workers.check()
