@@ -174,8 +174,8 @@ class Node:
         return await self._caller.call(peer, method, header, tensors, deadline_s, codec)
 
     @property
-    def traffic(self) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
-        """Bytes sent and received so far, each by (peer, method); a request and its reply count under its method."""
+    def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes sent and received so far, each by method; a request and its reply count under its method."""
         return dict(self._context.sent), dict(self._context.received)
 
     @property

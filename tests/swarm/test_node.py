@@ -92,11 +92,22 @@ def test_a_codec_applies_in_both_directions_and_shrinks_the_traffic(pair: Pair, 
 
 
 def test_both_sides_count_the_same_bytes(pair: Pair) -> None:
+    def echoed() -> list[int]:
+        return [counts.get("echo", 0) for node in (pair.caller, pair.callee) for counts in node.traffic]
+
+    before = echoed()
     pair.call("echo", {}, [torch.zeros(100)])
-    sent, received = pair.caller.traffic
-    their_sent, their_received = pair.callee.traffic
-    assert sent[pair.callee.peer_id, "echo"] == their_received[pair.caller.peer_id, "echo"] > 400
-    assert received[pair.callee.peer_id, "echo"] == their_sent[pair.caller.peer_id, "echo"]
+    sent, received, their_sent, their_received = (now - then for now, then in zip(echoed(), before, strict=True))
+    assert sent == their_received > 400 and received == their_sent > 400
+
+
+def test_the_counts_of_bytes_do_not_become_more_with_the_peers(pair: Pair) -> None:
+    def call_from_another_peer() -> int:
+        with Node(run_id="pair", initial_peers=pair.callee.maddrs) as other:
+            other.run(other.call(pair.callee.peer_id, "echo", {}, deadline_s=10))
+        return sum(map(len, pair.callee.traffic))
+
+    assert call_from_another_peer() == call_from_another_peer()
 
 
 def test_many_calls_at_once_do_not_mix(pair: Pair) -> None:
