@@ -97,7 +97,7 @@ class Starts:
             return 0.0
         self._ends += 1
         self._failures += code not in _NO_FAILURES
-        return min(_LONGEST_PAUSE_S, 2.0 ** (self._ends - 1))
+        return _LONGEST_PAUSE_S if self._ends > _MOST_ENDS else min(_LONGEST_PAUSE_S, 2.0 ** (self._ends - 1))
 
     @property
     def in_vain(self) -> bool:

@@ -25,7 +25,7 @@ def test_one_that_has_joined_once_may_fail_a_few_times_and_less_and_less_often(c
     starts.join()
     assert starts.end(code) == 0.0, "it was in the swarm"
     assert [(starts.end(code), starts.in_vain) for _ in range(4)] == [(1, False), (2, False), (4, True), (8, True)]
-    assert max(starts.end(code) for _ in range(9)) == 60.0
+    assert max(starts.end(code) for _ in range(2000)) == 60.0, "days of them"
     starts.join()
     assert not starts.in_vain
     assert (starts.end(code), starts.end(code)) == (0.0, 1.0)
