@@ -9,15 +9,17 @@ sockets go with their owner (``swarm/daemon.py``).
 """
 
 import atexit
+import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -53,7 +55,12 @@ _FOLLOW_PARENT = (
 _TAIL_LINES = 200
 EXIT_WAIT_S = 20.0  # on a busy machine the interpreter alone takes seconds to end
 _LOOK_EVERY_S = 0.2
-_MOST_FUTILE_STARTS = 3
+_MOST_FAILURES = 3
+_MOST_ENDS = 8
+_LONGEST_PAUSE_S = 60.0
+_NO_ROOM_PAUSE_S = 1.0
+# Ends that are no failure of the process: it has left, or somebody, such as a kernel short of memory, has ended it.
+_NO_FAILURES = (0, -signal.SIGHUP, -signal.SIGINT, -signal.SIGKILL, -signal.SIGTERM)
 
 
 class WorkerDied(RuntimeError):
@@ -65,37 +72,99 @@ def following(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *command]
 
 
+class Starts:
+    """How the starts of one local worker went since it last joined, and when the next one is due.
+
+    A worker that fails before it has joined shows that something is wrong with the script or the machine: at its very
+    first start at once, later by a few failures in a row. That it was killed or has left shows nothing, unless it goes
+    on and on. A failure ends no attempts, only the hope of those who wait: what was wrong may pass.
+    """
+
+    def __init__(self) -> None:
+        self.joined = False
+        self._ends = 0
+        self._failures = _MOST_FAILURES - 1
+
+    def join(self) -> None:
+        """It has joined the swarm."""
+        self.joined = True
+        self._ends = self._failures = 0
+
+    def end(self, code: int) -> float:
+        """It has ended; gives the seconds to wait before it is started again."""
+        if self.joined:
+            self.joined = False
+            return 0.0
+        self._ends += 1
+        self._failures += code not in _NO_FAILURES
+        return _LONGEST_PAUSE_S if self._ends > _MOST_ENDS else min(_LONGEST_PAUSE_S, 2.0 ** (self._ends - 1))
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether there is no more hope that it will join."""
+        return self._failures >= _MOST_FAILURES or self._ends >= _MOST_ENDS
+
+
 class _LocalWorker:
-    """One child process and the thread that passes its output on."""
+    """One child process at a time, and the thread that passes its output on.
+
+    Raises:
+        OSError: The machine has no room for another process now.
+    """
 
     def __init__(self, index: int, environment: dict[str, str], label: Callable[[int], str]) -> None:
         self.index = index
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.starts = Starts()
+        self.due_s: float | None = None
+        """When it is to be started again, once it has ended."""
+        self.last_words = ""
+        """What it printed last before it ended."""
+        self._environment = environment
         self._label = label
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or begin again after the end."""
         self.process = subprocess.Popen(
             following(rerun_command()),
-            env={**os.environ, **environment},
+            env={**os.environ, **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._pass_on, name=f"output of worker {index}", daemon=True)
+        self.due_s = None
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        arguments = (self.process.stdout, self._tail)
+        self._reader = threading.Thread(
+            target=self._pass_on, args=arguments, name=f"output of worker {self.index}", daemon=True
+        )
         self._reader.start()
 
-    def _pass_on(self) -> None:
-        assert self.process.stdout is not None
-        for raw in self.process.stdout:
+    def _pass_on(self, output: IO[bytes], tail: deque[str]) -> None:
+        for raw in output:
             line = raw.decode(errors="replace").rstrip()
-            self.tail.append(line)
-            # One write a line: others write at the same time.
-            sys.stderr.write(f"[{self._label(self.index)}] {line}\n")
-            sys.stderr.flush()
+            tail.append(line)
+            # Nobody may listen any more (``| head``, a closed terminal): the worker must not wait for that in a print.
+            with contextlib.suppress(OSError, ValueError):
+                # One write a line: others write at the same time.
+                sys.stderr.write(f"[{self._label(self.index)}] {line}\n")
+                sys.stderr.flush()
 
-    def last_words(self) -> str:
-        """What it printed last, after it has ended."""
+    def has_ended(self, code: int, now_s: float) -> None:
+        """It has: note what it said, and when to start it again."""
+        pause_s = self.starts.end(code)
+        self.due_s = now_s + pause_s
         self._reader.join(timeout=2.0)
-        return "\n".join(self.tail)
+        said = "\n".join(self._tail)
+        self.last_words = f"Local worker {self.index} has ended with exit code {code}. Its last output:\n\n{said}"
+        log.warning(
+            "Local worker %d (%s) has ended with exit code %d; it is started again%s.",
+            self.index,
+            self._label(self.index),
+            code,
+            f" in {pause_s:g} s, as it had not joined" if pause_s else "",
+        )
 
     def end(self, wait_s: float) -> None:
         """Wait for it to end, then make it."""
@@ -108,17 +177,21 @@ class _LocalWorker:
 
 
 class LocalWorkers:
-    """The workers that the trainer starts on its own machine; one that dies is started again.
-
-    A worker that dies before it has joined shows that something is wrong with the script or the machine: at its first
-    start that ends the run at once, later after a few attempts.
+    """The workers that the trainer starts on its own machine; one that ends is started again.
 
     Args:
         environments: What each of them gets in its environment, by index.
         label: How to mark a worker's output.
+        needed: Whether a worker that has left, with exit code 0, is wanted back. Others are started again until the
+            end.
     """
 
-    def __init__(self, environments: Sequence[dict[str, str]], label: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        environments: Sequence[dict[str, str]],
+        label: Callable[[int], str],
+        needed: Callable[[], bool] = lambda: True,
+    ) -> None:
         if environments and (not sys.argv or not os.path.isfile(os.path.abspath(sys.argv[0]))):
             raise MisconfigurationException(
                 "SwarmStrategy starts local workers by running the script again, but this Python was not started "
@@ -127,11 +200,8 @@ class LocalWorkers:
                 "workers "
                 "elsewhere with the join line."
             )
-        self._environments = list(environments)
-        self._label = label
+        self._needed = needed
         self._workers = [_LocalWorker(i, environment, label) for i, environment in enumerate(environments)]
-        self._futile = [_MOST_FUTILE_STARTS - 1] * len(environments)
-        self._failure: WorkerDied | None = None
         self._ending = threading.Event()
         self.restarts = 0
         # The kernel ends a child with the thread that started it, so restarts need a thread that stays.
@@ -140,39 +210,40 @@ class LocalWorkers:
 
     def joined(self, index: int) -> None:
         """A worker has joined the swarm."""
-        if 0 <= index < len(self._futile):
-            self._futile[index] = 0
+        if 0 <= index < len(self._workers):
+            self._workers[index].starts.join()
 
     def _supervise(self) -> None:
         while not self._ending.wait(_LOOK_EVERY_S):
-            for index, worker in enumerate(self._workers):
-                code = worker.process.poll()
-                if not code or self._failure is not None:
-                    continue
-                self._futile[index] += 1
-                if self._futile[index] >= _MOST_FUTILE_STARTS:
-                    self._failure = WorkerDied(
-                        f"Local worker {index} has ended with exit code {code}. Its last "
-                        f"output:\n\n{worker.last_words()}"
-                    )
-                    continue
-                log.warning(
-                    "Local worker %d (%s) has ended with exit code %d; it is started again.",
-                    index,
-                    self._label(index),
-                    code,
-                )
-                self.restarts += 1
-                self._workers[index] = _LocalWorker(index, self._environments[index], self._label)
+            for worker in self._workers:
+                self._look_after(worker, time.monotonic())
+
+    def _look_after(self, worker: _LocalWorker, now_s: float) -> None:
+        """Start a worker again that has ended, when it is time to."""
+        code = worker.process.poll()
+        if code is None or (code == 0 and not self._needed()):
+            return
+        if worker.due_s is None:
+            worker.has_ended(code, now_s)
+        if worker.due_s is None or worker.due_s > now_s:
+            return
+        try:
+            worker.start()
+        except OSError as error:
+            worker.due_s = now_s + _NO_ROOM_PAUSE_S
+            log.warning("Local worker %d cannot be started now, which is tried again: %s", worker.index, error)
+        else:
+            self.restarts += 1
 
     def check(self) -> None:
-        """See that starting them is not in vain.
+        """See that it is not in vain to wait for one of them.
 
         Raises:
-            WorkerDied: It is; has the worker's last words, so its traceback.
+            WorkerDied: It is, as those that have not joined die each time; has the last words, so the traceback.
         """
-        if self._failure is not None:
-            raise self._failure
+        away = [worker for worker in self._workers if not worker.starts.joined]
+        if away and all(worker.starts.in_vain for worker in away):
+            raise WorkerDied(away[0].last_words)
 
     def end(self, wait_s: float = EXIT_WAIT_S) -> None:
         """Give them a moment to exit by themselves, then kill."""

@@ -424,7 +424,7 @@ class SwarmStrategy(Strategy):
         self._local = self._start_workers(node)
 
     def _start_workers(self, node: Node) -> launching.LocalWorkers:
-        return launching.LocalWorkers(self._environments(node), self._label)
+        return launching.LocalWorkers(self._environments(node), self._label, lambda: self._session is not None)
 
     def _environments(self, node: Node) -> list[dict[str, str]]:
         devices = torch.cuda.device_count()

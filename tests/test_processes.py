@@ -217,12 +217,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_local_worker_that_is_killed_is_started_again_and_the_weights_are_the_same(
-    start: Start, plain: tuple[list[float], list[float]]
+@pytest.mark.parametrize(("number", "code"), [("SIGKILL", -9), ("SIGTERM", 0)])
+def test_a_local_worker_that_is_killed_or_told_to_leave_is_started_again_and_the_weights_are_the_same(
+    number: str, code: int, start: Start, plain: tuple[list[float], list[float]]
 ) -> None:
-    run = start(f"killed worker, {free_port()}")
+    run = start(f"killed worker, {free_port()}, {number}")
     assert run.ended() == 0, run.output
-    assert re.search(r"Local worker 0 \(stage 0\) has ended with exit code -9; it is started again\.", run.output)
+    assert re.search(rf"Local worker 0 \(stage 0\) has ended with exit code {code}; it is started again\.", run.output)
     assert told(run, "restarts") == [1]
     assert told(run, "loss") == pytest.approx(plain[0], abs=1e-6)
     assert told(run, "weights")[0] == pytest.approx(plain[1], abs=1e-6)
@@ -235,7 +236,7 @@ def test_a_local_worker_that_is_killed_and_cannot_start_again_ends_the_run_with_
     traceback = run.output[run.output.rindex("lightning_swarm.launcher.WorkerDied: ") :]
     assert re.match(r".*Local worker 0 has ended with exit code 1\. Its last output:\n\nTraceback ", traceback)
     assert traceback.rstrip().endswith("RuntimeError: this worker is broken")
-    assert run.output.count("it is started again") == launcher._MOST_FUTILE_STARTS - 1
+    assert run.output.count("it is started again") == 1 + launcher._MOST_FAILURES
     assert told(run, "weights") == []
     run.assert_nothing_left()
 

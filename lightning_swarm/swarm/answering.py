@@ -88,7 +88,7 @@ class _Answering(Stream):
 
     def on_frame(self, prefix: Prefix, header: Any, slots: list[Slot]) -> None:
         method, content, _, codec, deadline_s = header
-        self._context.received[self.peer, self._answerer.known(method)] += self.bytes_in
+        self._context.received[self._answerer.known(method)] += self.bytes_in
         self.bytes_in = 0
         loop = asyncio.get_running_loop()
         self._expired = False
@@ -112,7 +112,7 @@ class _Answering(Stream):
         except Exception as error:
             _log.debug("%s failed for peer %s", method[:80], self.peer, exc_info=True)
             frame = context.frame(FAILURE, pack_error(error, self.peer))
-        self._context.sent[self.peer, self._answerer.known(method)] += sum(map(len, frame))
+        self._context.sent[self._answerer.known(method)] += sum(map(len, frame))
         self._done()
         self.send(frame)
 

@@ -71,8 +71,8 @@ class Caller:
                 expiry.cancel()
             if stream is not None:
                 self._busy.discard(stream)
-        context.sent[peer, method] += sum(map(len, frame))
-        context.received[peer, method] += stream.bytes_in
+        context.sent[method] += sum(map(len, frame))
+        context.received[method] += stream.bytes_in
         stream.bytes_in = 0
         self._give_back(stream)
         if prefix.kind == FAILURE:

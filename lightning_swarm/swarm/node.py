@@ -92,7 +92,6 @@ class Node:
         self._secret = secret
         self._limits = limits or Limits()
         self._shortcuts = shortcuts
-        self._failure: str | None = None
         initial = parse_initial_peers(initial_peers)
         daemon = Daemon(host_maddrs, announce_maddrs, identity_path, runtime_dir)
         self._loop = LoopThread(self._life(daemon, initial, startup_timeout_s))
@@ -115,6 +114,21 @@ class Node:
         or not anybody waits for it.
         """
         return self._loop.spawn(coro, name)
+
+    async def while_alive(self, coro: Coroutine[Any, Any, _T]) -> _T:
+        """Awaits a coroutine that would go on in vain without the network. To be awaited on the node's event loop.
+
+        Raises:
+            NodeClosed: The node's libp2p daemon has ended, before or meanwhile; the coroutine is cancelled.
+        """
+        work: asyncio.Future[Any] = asyncio.ensure_future(coro)
+        try:
+            await asyncio.wait({work, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():  # What the work has met with, if it is done as well, comes of that.
+                raise NodeClosed(self._ended.result())
+            return work.result()
+        finally:
+            work.cancel()
 
     def serve(self, handlers: Mapping[str, Handler]) -> None:
         """Answers these calls from now on.
@@ -153,15 +167,15 @@ class Node:
                 SourceFailed or NodeClosed, as `errors` says.
             RemoteError: The handler raised something else.
         """
-        if self._failure is not None:
-            raise NodeClosed(self._failure)
+        if self._ended.done():
+            raise NodeClosed(self._ended.result())
         if peer == self.peer_id:
             return await self._answerer.answer_self(method, header, tensors, deadline_s)
         return await self._caller.call(peer, method, header, tensors, deadline_s, codec)
 
     @property
-    def traffic(self) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
-        """Bytes sent and received so far, each by (peer, method); a request and its reply count under its method."""
+    def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes sent and received so far, each by method; a request and its reply count under its method."""
         return dict(self._context.sent), dict(self._context.received)
 
     @property
@@ -183,6 +197,7 @@ class Node:
     async def _life(self, daemon: Daemon, initial: Sequence[Multiaddr], timeout_s: float) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             until = time.monotonic() + timeout_s
+            self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # gives the reason
             stack.callback(daemon.close)
             await daemon.start(self._daemon_ended, timeout_s)
             p2p = await attach(daemon.control_maddr, daemon.directory)
@@ -211,5 +226,6 @@ class Node:
             self._caller.sweep()
 
     def _daemon_ended(self) -> None:
-        self._failure = "This node's libp2p daemon p2pd ended unexpectedly; the node is of no use any more."
-        _log.error(self._failure)
+        why = "This node's libp2p daemon p2pd ended unexpectedly; the node is of no use any more."
+        _log.error(why)
+        self._ended.set_result(why)

@@ -34,7 +34,8 @@ class Context:
     Attributes:
         control_path: Unix socket of the node's ``p2pd``.
         protocol: libp2p protocol id; names the run, so peers of another run are refused by libp2p itself.
-        sent: Bytes of frames by (peer, method), requests and replies; the other side's ``received``.
+        sent: Bytes of frames by method, requests and replies. Not by peer, as every restart of one is another peer.
+        received: The same.
     """
 
     run_id: str
@@ -43,8 +44,8 @@ class Context:
     control_path: str
     limits: Limits
     codec_thread: Executor
-    sent: "Counter[tuple[str, str]]" = field(default_factory=Counter)
-    received: "Counter[tuple[str, str]]" = field(default_factory=Counter)
+    sent: "Counter[str]" = field(default_factory=Counter)
+    received: "Counter[str]" = field(default_factory=Counter)
     scratch: memoryview = field(default_factory=lambda: memoryview(bytearray(SCRATCH_BYTES)))
 
     def __post_init__(self) -> None:

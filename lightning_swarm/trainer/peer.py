@@ -85,10 +85,9 @@ class TrainerPeer:
     async def _wait(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """``join`` while no session is open."""
         self._callers.add(caller)
-        session = header.get("session", 0)
         if self._ended:
             return JoinReply("end").to_dict(), []
-        if isinstance(session, int) and session <= self._over:
+        if self._is_over(header):
             return JoinReply("skip").to_dict(), []
         await self._change(_WAIT_S)
         return JoinReply("wait").to_dict(), []
@@ -97,7 +96,13 @@ class TrainerPeer:
         return {"trainer": self.node.peer_id}, []
 
     async def _alive(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
-        return {"member": True, "session": self.count}, []
+        """``ping`` while no session is open. A worker that has not heard the end of its own learns it by a ``join``."""
+        return {"member": not self._is_over(header), "session": self.count}, []
+
+    def _is_over(self, header: dict[str, Any]) -> bool:
+        """Whether the session that a worker speaks of has ended."""
+        session = header.get("session", 0)
+        return isinstance(session, int) and session <= self._over
 
     async def _report(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """Somebody looks at the swarm (``lightning-swarm status``)."""

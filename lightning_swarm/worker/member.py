@@ -35,7 +35,7 @@ from lightning_swarm.swarm.calls import (
     ReadyRequest,
     StateRequest,
 )
-from lightning_swarm.swarm.errors import CallerError, PeerBusy, PeerStale, SwarmError
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, PeerBusy, PeerStale, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.worker.executor import Executor, Priority
@@ -124,8 +124,9 @@ class Member:
         Raises:
             MisconfigurationException: The trainer refuses this worker; says what differs.
             TrainerGone: Nobody to work for.
+            NodeClosed: This worker's own node is of no use any more; a new process gets a new one.
         """
-        life = self._node.spawn(self._live(), "membership")
+        life = self._node.spawn(self._node.while_alive(self._live()), "membership")
         life.add_done_callback(lambda _: self._executor.stop())
         try:
             self._executor.run()
@@ -164,16 +165,20 @@ class Member:
         handlers: dict[str, Any] = {**self.service.handlers(), "move": self._move, "finish": self._finish}
         handlers.update({call: self._of_trainer(handlers[call]) for call in _CALLS_OF_TRAINER})
         self._switchboard.plug({**handlers, "hold": self._hold})
+        loop = asyncio.get_running_loop()
         while True:
-            reply = None if self._leaving else await self._ask()
+            asked_s = loop.time()
+            reply = await self._ask()
             if reply is None or self._leaving:
                 return FinishRequest(self._hosted.request.session, False, True, None)
             if reply.action == "wait":
+                # Mostly the trainer has waited before it says so, but not while nobody could give us a stage's state.
+                await asyncio.sleep(asked_s + _AGAIN_AFTER_S - loop.time())
                 continue
             if reply.action in ("skip", "end"):
                 return FinishRequest(self._hosted.request.session, False, reply.action == "end", None)
             assert reply.assignment is not None
-            self.service.finished = asyncio.get_running_loop().create_future()
+            self.service.finished = loop.create_future()
             self._taking = asyncio.create_task(self._take(Assignment.from_dict(reply.assignment)))
             try:
                 finish = await self._until_finished()
@@ -230,9 +235,11 @@ class Member:
         if found is not None and await self._answers(found):
             self._follow(found)
 
-    async def _ask(self) -> JoinReply:
-        deadline = asyncio.get_running_loop().time() + self._trainer_timeout_s
-        while True:
+    async def _ask(self) -> JoinReply | None:
+        """The trainer's answer; ``None`` if this worker leaves before there is one."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._trainer_timeout_s
+        while not self._leaving:
             trainer = self.trainer
             try:
                 header, _ = await self._node.call(
@@ -243,14 +250,19 @@ class Member:
             except CallerError as error:
                 raise MisconfigurationException(str(error)) from error
             except SwarmError as error:
-                if asyncio.get_running_loop().time() > deadline:
+                if isinstance(error, DeadlineExceeded | PeerBusy) and await self._answers(trainer):
+                    # It lets nobody in before the step under way has ended, however long that takes.
+                    deadline = loop.time() + self._trainer_timeout_s
+                elif loop.time() > deadline:
                     raise TrainerGone(
                         f"The trainer does not answer: {error} Nobody has started it again within "
                         f"{self._trainer_timeout_s:.0f} s (trainer_timeout).",
                         trainer,
                     ) from error
-                await self._look_for_another()
+                else:
+                    await self._look_for_another()
                 await asyncio.sleep(_AGAIN_AFTER_S)
+        return None
 
     async def _take(self, assignment: Assignment, incoming: Incoming | None = None) -> None:
         """Become a worker of the assigned stage; its state is there already if it was incoming, or is held."""
@@ -289,6 +301,11 @@ class Member:
                 # A commit may have come while we asked; if none has, we are where the swarm is not.
                 if server.version == version:
                     raise
+            except (DeadlineExceeded, PeerBusy) as error:
+                # It answers between two steps only, and over slow links the end of one takes long. Whether it lives is
+                # for those to find out who wait for the session's end.
+                log.info("The trainer has not yet heard that this worker is ready: %s", error)
+                await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def _finish(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The session is over, or another stage awaits this worker."""
@@ -398,10 +415,11 @@ class Member:
             if loop.time() - heard < _PING_EVERY_S:
                 continue
             try:
-                answer, _ = await self._node.call(self.trainer, "ping", {}, deadline_s=_PING_EVERY_S)
+                session = {"session": self._hosted.request.session}
+                answer, _ = await self._node.call(self.trainer, "ping", session, deadline_s=_PING_EVERY_S)
                 heard = loop.time()
                 if not answer["member"]:
-                    log.warning("The trainer has given this worker up; it joins again.")
+                    log.warning("The trainer does not count on this worker any more; it joins again.")
                     return again
             except SwarmError as error:
                 if loop.time() - heard > self._trainer_timeout_s:

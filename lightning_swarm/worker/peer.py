@@ -81,8 +81,9 @@ class WorkerPeer:
         Raises:
             TrainerGone: There is no trainer.
             MisconfigurationException: The trainer refuses this worker.
+            NodeClosed: The node is of no use any more.
         """
-        self._trainer = self.node.run(self._find_trainer())
+        self._trainer = self.node.run(self.node.while_alive(self._find_trainer()))
         hosted = replace(hosted, request=replace(hosted.request, session=self.count))
         self._member = Member(
             self.node, self._switchboard, hosted, self._trainer, self._find_another, self._trainer_timeout_s
@@ -144,10 +145,13 @@ class WorkerPeer:
 
         Returns:
             Whether it did; otherwise its script has ended, or this worker leaves.
+
+        Raises:
+            NodeClosed: The node is of no use any more.
         """
         if self._trainer is None or self._leaving:
             return False
-        self._waiting = self.node.spawn(self._next(self._trainer), "waiting for the next call")
+        self._waiting = self.node.spawn(self.node.while_alive(self._next(self._trainer)), "waiting for the next call")
         try:
             return self._waiting.result()
         except concurrent.futures.CancelledError:

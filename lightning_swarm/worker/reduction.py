@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.swarm.calls import Group
-from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, NotFinite, ProtocolError
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, NodeClosed, NotFinite, ProtocolError
 from lightning_swarm.worker.checks import check_not_nan
 from lightning_swarm.worker.entries import Chunk, ReductionFailed, blame, blamed, chunks, header_of, pack, unpack
 
@@ -202,7 +202,9 @@ class _Reduction:
                 raise DeadlineExceeded(f"It is later than {deadline_s:.3g} s.")
             return await self._fetch_entry(peer, self._key(chunk), left_s)
         except Exception as error:
-            raise ReductionFailed(peer, phase, _name(error), str(error)) from error
+            # Without a node of its own a member reaches nobody, and the others are well.
+            culprit = self._me if isinstance(error, NodeClosed) and error.peer is None else peer
+            raise ReductionFailed(culprit, phase, _name(error), str(error)) from error
 
     def _unpack(self, entry: Sequence[Tensor], peer: str, phase: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         try:

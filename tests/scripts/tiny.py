@@ -13,6 +13,7 @@ if sys.argv[3:] == ["for good"] and os.environ.get("LIGHTNING_SWARM_LOCAL_INDEX"
     except FileExistsError:
         raise RuntimeError("this worker is broken") from None
 
+import signal
 import threading
 from typing import Any
 
@@ -139,12 +140,15 @@ class AllReady(pl.Callback):
 
 
 class Kill(pl.Callback):
-    """Lets local worker 0 vanish without a word when the sixth step begins, and tells how often one was restarted."""
+    """Sends local worker 0 a signal when the sixth step begins, and tells how often one was restarted."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         strategy: Any = trainer.strategy
         if index == 5 and trainer.is_global_zero:
-            strategy._local._workers[0].process.kill()
+            strategy._local._workers[0].process.send_signal(self.number)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
@@ -212,7 +216,8 @@ def main() -> None:
     elif what == "killed worker":
         # The trainer's port and key, which its worker finds in the script, too. One stage: what takes time is to start.
         own: dict[str, Any] = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{more[0]}"], "identity_path": "trainer.key"}
-        train(SwarmStrategy(stages=1, microbatches=4, **own), AllReady(1), Kill())
+        number = signal.SIGTERM if more[1:] == ["SIGTERM"] else signal.SIGKILL
+        train(SwarmStrategy(stages=1, microbatches=4, **own), AllReady(1), Kill(number))
 
 
 if __name__ == "__main__":

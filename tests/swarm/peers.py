@@ -5,6 +5,7 @@ end of its input. With ``--fork`` it leaves a forked child behind, as a DataLoad
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_swarm.swarm.node import Node
 
 
 class PeerProcess:
@@ -76,6 +80,16 @@ class PeerProcess:
         self.process.wait()
         if self.child:
             os.kill(self.child, signal.SIGKILL)
+
+
+def end_daemon(node: "Node") -> None:
+    """Kills a node's p2pd, as the kernel does when it is short of memory."""
+    socket = node._context.control_path.encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # what is no process, or has just ended
+            program, *arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            if program.endswith(b"/p2pd") and any(socket in argument for argument in arguments):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _state(thread: Path) -> str:

@@ -26,6 +26,7 @@ from lightning_swarm.swarm.errors import (
 )
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox, fetch
+from tests.swarm.peers import end_daemon
 
 
 class Pair:
@@ -91,11 +92,22 @@ def test_a_codec_applies_in_both_directions_and_shrinks_the_traffic(pair: Pair, 
 
 
 def test_both_sides_count_the_same_bytes(pair: Pair) -> None:
+    def echoed() -> list[int]:
+        return [counts.get("echo", 0) for node in (pair.caller, pair.callee) for counts in node.traffic]
+
+    before = echoed()
     pair.call("echo", {}, [torch.zeros(100)])
-    sent, received = pair.caller.traffic
-    their_sent, their_received = pair.callee.traffic
-    assert sent[pair.callee.peer_id, "echo"] == their_received[pair.caller.peer_id, "echo"] > 400
-    assert received[pair.callee.peer_id, "echo"] == their_sent[pair.caller.peer_id, "echo"]
+    sent, received, their_sent, their_received = (now - then for now, then in zip(echoed(), before, strict=True))
+    assert sent == their_received > 400 and received == their_sent > 400
+
+
+def test_the_counts_of_bytes_do_not_become_more_with_the_peers(pair: Pair) -> None:
+    def call_from_another_peer() -> int:
+        with Node(run_id="pair", initial_peers=pair.callee.maddrs) as other:
+            other.run(other.call(pair.callee.peer_id, "echo", {}, deadline_s=10))
+        return sum(map(len, pair.callee.traffic))
+
+    assert call_from_another_peer() == call_from_another_peer()
 
 
 def test_many_calls_at_once_do_not_mix(pair: Pair) -> None:
@@ -287,6 +299,26 @@ def test_closing_fails_those_who_wait() -> None:
     threading.Timer(0.2, node.close).start()
     with pytest.raises(NodeClosed):
         node.run(asyncio.sleep(100))
+
+
+def test_a_node_whose_daemon_has_ended_keeps_nobody_waiting() -> None:
+    with Node(run_id="ended") as node:
+        cancelled = threading.Event()
+
+        async def wait() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        assert node.run(node.while_alive(asyncio.sleep(0, "done"))) == "done"
+        waiting = node.spawn(node.while_alive(wait()), "waiting")
+        end_daemon(node)
+        with pytest.raises(NodeClosed, match="p2pd ended unexpectedly"):
+            waiting.result(30)
+        assert cancelled.wait(30)
+        with pytest.raises(NodeClosed, match="p2pd ended unexpectedly"):
+            node.run(node.while_alive(wait()), timeout_s=30)
 
 
 def test_a_peer_keeps_its_name_with_an_identity(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.swarm import outbox as outboxes
 from lightning_swarm.swarm.calls import Group, GroupMember
-from lightning_swarm.swarm.errors import CallerError, PeerUnreachable, pack_error, unpack_error
+from lightning_swarm.swarm.errors import CallerError, NodeClosed, PeerUnreachable, pack_error, unpack_error
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox
 from lightning_swarm.worker import entries, reduction
@@ -219,6 +219,18 @@ def test_dead_member_is_named_by_everybody_at_once(phase: str) -> None:
             assert result.reported_by in ("peer0", "peer1", "peer3", None)
     if phase == "slices":
         assert all(isinstance(result, ReductionFailed) for result in results)
+
+
+@pytest.mark.parametrize("phase", ["slices", "sums"])
+def test_a_member_whose_own_node_has_ended_blames_itself(phase: str) -> None:
+    def fault(me: str, peer: str, key: str, tensors: list[Tensor]) -> list[Tensor]:
+        if me == "peer0" and ("peer0" in key) == (phase == "slices"):
+            raise NodeClosed("This node's libp2p daemon is gone.")
+        return tensors
+
+    results = asyncio.run(Loopback(group_of(3), fault).reduce_all(vectors_of(3, 20_000)))
+    failed = [result for result in results if isinstance(result, ReductionFailed)]
+    assert failed and {(failure.peer, failure.cause) for failure in failed} == {("peer0", "NodeClosed")}
 
 
 def test_member_that_never_answers_is_blamed_not_the_one_that_waits_for_it() -> None:
