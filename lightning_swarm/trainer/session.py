@@ -9,6 +9,7 @@ the workers join again.
 
 import asyncio
 import concurrent.futures
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -264,10 +265,8 @@ class Session:
         """What a worker of this stage, with so much memory, has to know; ``None`` while nobody could give it the state
         of the stage.
         """
-        assert self.plan is not None and self.roster is not None
-        donors = [worker.peer for worker in self.roster.at_stage(stage)]
-        if self._can_give(stage):
-            donors.append(self._node.peer_id)
+        assert self.plan is not None
+        donors = self._donors(stage)
         if not donors:
             return None
         return Assignment(
@@ -276,12 +275,25 @@ class Session:
             plan_version=self._plan_version,
             stage=stage,
             step=self.step,
-            donors=tuple(donors),
+            donors=donors,
             codec=self._settings.codec,
             reduce_codec=self._settings.reduce_codec,
             reproducible=self._settings.reproducible,
             outbox_bytes=self._outbox_bytes(stage, memory_bytes),
         )
+
+    def _donors(self, stage: int) -> tuple[str, ...]:
+        """Who can give a stage's state, best first.
+
+        The trainer's copy spares nobody a download, so workers come before it, but banned ones do so only where it is
+        an old one that the gradients of many steps have to be applied to.
+        """
+        assert self.roster is not None
+        trusted, banned = ([worker.peer for worker in workers] for workers in self.roster.donors(stage))
+        copy = [self._node.peer_id] if self._can_give(stage) else []
+        if trusted or self.origin.version == self.step:
+            return (*trusted, *copy, *banned)
+        return (*banned, *copy)
 
     def _can_give(self, stage: int, soon: bool = False) -> bool:
         """Whether the trainer's copy, with the gradients since then, is the stage as it is now; or will be soon.
@@ -664,7 +676,7 @@ class Session:
         assert self.roster is not None
         request = StateRequest(self._identity.session, self._plan_version, stage)
         problems, damaged = [], None
-        for worker in self.roster.at_stage(stage):
+        for worker in itertools.chain(*self.roster.donors(stage)):
             try:
                 state = await fetch_state(self._node, worker.peer, request)
                 if state.version != step:
