@@ -383,7 +383,9 @@ class WorkerService:
     def _capture(self, server: StageServer, copy: bool) -> StageState:
         """On the compute thread."""
         parameters, buffers = server.stage.owned_parameters(), server.buffers_of_version()
-        return StageState.capture(server.version or 0, parameters, buffers, self.optimizer, copy=copy)
+        return StageState.capture(
+            server.version or 0, parameters, buffers, self.optimizer, copy=copy, progressed=self.executor.progressed
+        )
 
     async def load(self, state: StageState, logged: Callable[[int], Awaitable[Commit]] | None = None) -> int:
         """Take over a stage's state, then apply the steps that came after it.
@@ -415,7 +417,13 @@ class WorkerService:
 
     def _load(self, server: StageServer, state: StageState) -> None:
         """On the compute thread."""
-        state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer, take=True)
+        state.load(
+            server.stage.owned_parameters(),
+            server.stage.owned_buffers(),
+            self.optimizer,
+            take=True,
+            progressed=self.executor.progressed,
+        )
         server.arrive(state.version)
 
     async def probe(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
