@@ -31,7 +31,6 @@ from lightning_swarm.swarm.calls import (
     LeaveRequest,
     LogRequest,
     PreparedRequest,
-    ProbeRequest,
     ReadyRequest,
     StateRequest,
     WorkerRecord,
@@ -40,12 +39,12 @@ from lightning_swarm.swarm.calls import (
 from lightning_swarm.swarm.errors import (
     CallerError,
     DeadlineExceeded,
-    PeerBusy,
     PeerStale,
     PeerUnreachable,
     SwarmError,
 )
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.watched import ask
 from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
 from lightning_swarm.trainer.flight import Flight, Job
@@ -53,7 +52,7 @@ from lightning_swarm.trainer.gradient_log import GradientLog
 from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.moves import Moves
 from lightning_swarm.trainer.origin import Origin
-from lightning_swarm.trainer.pipeline import Pipeline, probe
+from lightning_swarm.trainer.pipeline import Pipeline
 from lightning_swarm.trainer.position import StepRecord, pack_effects
 from lightning_swarm.trainer.recovery import Kept
 from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
@@ -236,16 +235,14 @@ class Session:
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
 
     async def _watch(self, worker: Worker, roster: Roster, pipeline: Pipeline) -> None:
-        """Give a newcomer up that does not live until it is ready: no call of a step would find that out."""
+        """Give a newcomer up that falls silent before it is ready: no call of a step would find that out."""
         silences = 0
         while True:
             await asyncio.sleep(_LOOK_AFTER_NEWCOMERS_S)
             if roster.workers.get(worker.peer) is not worker or worker.ready:
                 return
             try:
-                await probe(self._node, worker.peer, ProbeRequest())
-                silences = 0
-            except (CallerError, PeerBusy):  # An answer, too.
+                await ask(self._node, worker.peer)
                 silences = 0
             except SwarmError as error:
                 silences += 1 if isinstance(error, DeadlineExceeded) else _MOST_SILENCES

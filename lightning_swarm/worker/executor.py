@@ -84,6 +84,11 @@ class Executor:
         began = self._progress_s
         return 0.0 if began is None else time.perf_counter() - began
 
+    @property
+    def usual_s(self) -> float:
+        """How long the slowest kind of closures took on average so far."""
+        return max(self.busy_s[priority] / max(1, ran) for priority, ran in self._ran.items())
+
     def progressed(self) -> None:
         """The closure that runs now is long because it has much to do, and has done a part: it does not hang."""
         self._progress_s = time.perf_counter()

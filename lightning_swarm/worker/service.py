@@ -436,7 +436,10 @@ class WorkerService:
             key=lambda wait: -wait.seconds,
         )
         offered_s = None if request.key is None else self.outbox.offered_s(request.key)
-        reply = ProbeReply(self.executor.computing_s(), self.executor.queued, tuple(waits[:_MOST_WAITS]), offered_s)
+        executor = self.executor
+        reply = ProbeReply(
+            executor.computing_s(), executor.queued, tuple(waits[:_MOST_WAITS]), offered_s, executor.usual_s
+        )
         return reply.to_dict(), []
 
     async def stats(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:

@@ -1,4 +1,4 @@
-"""Whom a session believes when a stage's state is handed over."""
+"""Whom a session believes when a stage's state is handed over, and whom of its newcomers it gives up."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_swarm.policies.banning import Cause
+from lightning_swarm.swarm.calls import ProbeReply
 from lightning_swarm.swarm.errors import PeerBusy, SwarmError
 from lightning_swarm.trainer import session as module
 from lightning_swarm.trainer.session import Session, Settings
@@ -76,3 +77,26 @@ def test_the_trainers_copy_comes_from_a_banned_worker_only_if_no_other_gives_it(
     monkeypatch.setattr(module, "fetch_state", refuse)
     asyncio.run(scenario())
     assert asked == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(("computing_s", "given_up"), [(61.0, True), (59.0, False)])
+def test_a_newcomer_whose_compute_thread_is_stuck_is_given_up(
+    computing_s: float, given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_AFTER_NEWCOMERS_S", 0.0)
+    looks, lost = [], []
+
+    async def scenario() -> None:
+        async def call(peer: str, method: str, header: dict[str, Any], **options: Any) -> Any:
+            looks.append(method)
+            if len(looks) == 10:
+                newcomer.ready = True
+            return ProbeReply(computing_s).to_dict(), []
+
+        swarm = session("a", node=SimpleNamespace(peer_id="trainer", call=call))
+        newcomer = swarm.roster.join("b", "cpu", -1, 0)
+        pipeline: Any = SimpleNamespace(lose=lambda peer: (lost.append(peer), swarm.roster.remove(peer)))
+        await swarm._watch(newcomer, swarm.roster, pipeline)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert looks == ["probe"] * (3 if given_up else 10) and lost == (["b"] if given_up else [])
