@@ -312,6 +312,8 @@ class StateRequest(Message):
     session: int
     plan_version: int
     stage: int
+    key: str = ""
+    """Names the parts in which it is given, see ``swarm/parts.py``."""
 
 
 @dataclass(frozen=True)

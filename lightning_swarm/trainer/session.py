@@ -44,6 +44,8 @@ from lightning_swarm.swarm.errors import (
     SwarmError,
 )
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.outbox import Outbox
+from lightning_swarm.swarm.parts import give
 from lightning_swarm.swarm.watched import ask
 from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
@@ -160,6 +162,7 @@ class Session:
         self._planned_event = asyncio.Event()
         self._boundary = asyncio.Lock()
         self._origin_lock = asyncio.Lock()
+        self._outbox = Outbox()
         self._redo = RedoLog(self.step)
         self._gradient_log = GradientLog(node)
         self._snapshot: asyncio.Task[None] | None = None
@@ -189,6 +192,7 @@ class Session:
             "ping": self.ping,
             "state": self.state,
             "log": self.log,
+            "fetch": self._outbox.answer_fetch,
         }
 
     # Calls of workers
@@ -383,7 +387,8 @@ class Session:
             if not self._can_give(request.stage):
                 raise PeerStale("the trainer's copy of the model is not of this step")
             state = self.origin.stage_state(self.plan, request.stage)
-            return await asyncio.to_thread(state.to_wire)
+        described, kept = await asyncio.to_thread(state.to_wire)
+        return await give(self._outbox, "state", caller, request.key, described, kept)
 
     async def log(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """What a stage made a step with that the trainer's copy of the model lacks."""

@@ -42,6 +42,7 @@ from lightning_swarm.swarm.calls import (
 from lightning_swarm.swarm.errors import PeerStale, ProtocolError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox, fetch
+from lightning_swarm.swarm.parts import give, is_part
 from lightning_swarm.swarm.tree import decode_tree
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming
@@ -167,7 +168,7 @@ class WorkerService:
             self.server.close()
         self.server = self.incoming = self._logged = None
         self._begun.clear()
-        self.outbox.drop(lambda key: True)
+        self.outbox.drop(lambda key: not is_part(key))
 
     def _serving(self, session: int) -> StageServer:
         self.last_call_s = asyncio.get_running_loop().time()
@@ -378,7 +379,8 @@ class WorkerService:
         ):
             raise PeerStale(f"this worker holds no state of stage {request.stage}")
         captured = await self.executor.do(Priority.COMMIT, lambda: self._capture(server, copy=True))
-        return await asyncio.to_thread(captured.to_wire)
+        described, kept = await asyncio.to_thread(captured.to_wire)
+        return await give(self.outbox, "state", caller, request.key, described, kept)
 
     def _capture(self, server: StageServer, copy: bool) -> StageState:
         """On the compute thread."""

@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 from lightning_swarm.swarm.calls import StateRequest
 from lightning_swarm.swarm.errors import ProtocolError
 from lightning_swarm.swarm.node import Node
-from lightning_swarm.swarm.watched import call_watched
+from lightning_swarm.swarm.parts import take
 from lightning_swarm.worker.statistics import squared_norm
 
 Plain = bool | int | float | str | None
-_DEADLINE_S = 600.0
 # At a gigabyte a second this is a quarter of one, so who asks whether a worker hangs sees that it does not.
 _SLICE_BYTES = 256 << 20
 _PLAIN = (bool, int, float, str, type(None))
@@ -246,12 +245,12 @@ class StageState:
 
 
 async def fetch_state(node: Node, peer: str, request: StateRequest) -> StageState:
-    """The state that a peer gives; given up soon after the peer has stopped to answer anything.
+    """The state that a peer gives; given up soon after the peer has fallen silent.
 
     Raises:
         SwarmError: It gives none, or a damaged one.
     """
-    header, tensors = await call_watched(node, peer, "state", request.to_dict(), deadline_s=_DEADLINE_S)
+    header, tensors = await take(node, peer, "state", request.to_dict())
     return await asyncio.to_thread(StageState.from_wire, header, tensors)
 
 

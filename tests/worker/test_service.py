@@ -51,7 +51,18 @@ class Served:
 
     async def send(self, call: str, message: Message) -> Any:
         handler: Callable[..., Any] = self.service.handlers()[call]
-        return await handler("trainer", message.to_dict(), self.stages.task(0, 1)[1] if call == "process" else [])
+        answer = handler("trainer", message.to_dict(), self.stages.task(0, 1)[1] if call == "process" else [])
+        if call != "state":
+            return await answer
+        # It is given for as long as it is asked for.
+        giving = asyncio.ensure_future(answer)
+        first = asyncio.ensure_future(self.service.outbox.get("parts/state/trainer//0"))
+        await asyncio.wait({giving, first}, return_when=asyncio.FIRST_COMPLETED)
+        if giving.done():
+            first.cancel()
+            return giving.result()
+        giving.cancel()
+        return first.result().header["header"], []
 
 
 @pytest.mark.parametrize(
@@ -95,6 +106,21 @@ def test_what_is_of_another_step_plan_or_session_is_refused_and_changes_nothing(
             await served.send("commit", served.valid("commit"))
         assert served.server.version == 1 and not served.server.accumulator.accumulated
         assert not all(torch.equal(value, before[name]) for name, value in served.parameters().items())
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_state_is_given_although_its_giver_leaves_the_stage_meanwhile(stages: Stages) -> None:
+    async def scenario() -> None:
+        served = Served(stages)
+        key = "parts/state/caller//0"
+        giving = asyncio.ensure_future(served.service.state("caller", served.valid("state").to_dict(), []))
+        await served.service.outbox.get(key, timeout_s=10)
+        served.service.end()
+        assert served.service.outbox.keys() == [key]
+        giving.cancel()
+        await asyncio.wait({giving})
+        assert not len(served.service.outbox)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
