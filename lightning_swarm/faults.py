@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.swarm.errors import PeerBusy, SwarmError
+from lightning_swarm.swarm.parts import is_part
 from lightning_swarm.worker.executor import PROCESS_GENERATORS, Priority
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Faults:
     ) -> Reply:
         """Answer a call to a worker, as its handler would or as a fault wants it."""
         peer = worker.node.peer_id
-        if call == "fetch" and (peer, caller) in self._cut:
+        if call == "fetch" and (peer, caller) in self._cut and not is_part(header.get("key")):
             await _for_ever()
         scene = _scene(worker, call, caller, header)
 
@@ -262,17 +263,17 @@ def _scene(worker: "WorkerPeer", call: str, caller: str, header: dict[str, Any])
     name = str(header.get("microbatch" if call == "process" else "key", ""))
     if name.startswith("reduce/"):
         step = _number(name.split("/")[1])
-    elif call in ("process", "fetch"):
+    elif call in ("process", "fetch") and not is_part(name):
         of_step, _, of_microbatch = name.partition("/")[0].partition(":")
         step, microbatch = _number(of_step), _number(of_microbatch)
     return _Scene(worker.node.peer_id, caller, stage, step, microbatch)
 
 
 def _end(worker: "WorkerPeer", call: str, caller: str, header: dict[str, Any]) -> Moment | None:
+    if call == "fetch" and is_part(header.get("key"), "state"):
+        return "snapshot" if caller == worker.trainer else "state"
     if call == "fetch":
         return "reducing" if str(header.get("key")).startswith("reduce/") else "fetched"
-    if call == "state":
-        return "snapshot" if caller == worker.trainer else "state"
     return _ENDS.get(call)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_swarm.worker.state import StageState
+from lightning_swarm.worker.state import fetch_state
 from tests.harness import Outcome, assert_same_training, difference, fit_plain, fit_swarm, ready, wait
 from tests.models import CASES, GPT, Regressor
 
@@ -41,8 +41,7 @@ async def _digests(session: Any) -> dict[int, list[str]]:
     for stage in range(session.roster.stages):
         for worker in session.roster.at_stage(stage):
             request = StateRequest(session._identity.session, session._plan_version, stage)
-            header, tensors = await session._node.call(worker.peer, "state", request.to_dict(), deadline_s=30)
-            state = StageState.from_wire(header, tensors)
+            state = await fetch_state(session._node, worker.peer, request)
             assert state.version == session.step
             found.setdefault(stage, []).append(state.digest())
     return found

@@ -5,6 +5,7 @@ an undisturbed run, bit for bit.
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.faults import Kind, Reply
+from lightning_swarm.swarm import node, parts
+from lightning_swarm.swarm.frames import Limits
+from lightning_swarm.swarm.parts import is_part
 from lightning_swarm.testing import Fault, Faults
 from lightning_swarm.worker.state import StageState
 from tests.harness import AllAtWork, Meddling, Outcome, difference, digests, fit_swarm, wait
@@ -50,9 +54,13 @@ class Join(pl.Callback):
             assert strategy._session.step == index
             assert not self.steps or not self._there(workers)
             self.arrive()
-            wait(strategy, lambda: self._there(workers))
+            wait(strategy, lambda: self._arrives(strategy._session))
         if index == STEPS - 1:
             self.digests = digests(strategy, 0)
+
+    def _arrives(self, session: Any) -> bool:
+        assert session.counters["joins"] < 20, "it does not ask again and again"
+        return self._there(session.roster.workers)
 
     def _there(self, workers: dict[str, Any]) -> bool:
         return any(worker.ready for peer, worker in workers.items() if peer not in self.others)
@@ -69,8 +77,8 @@ class StateFaults(Meddling):
 
     async def after(self, worker: Any, call: str, caller: str, header: dict[str, Any], reply: Reply) -> Reply:
         """When the worker has answered."""
-        awaited = call == "state" and caller != worker.trainer and worker.service.server.version == JOIN_AT
-        if awaited and not self.asked.is_set():
+        awaited = is_part(header.get("key"), "state") and caller != worker.trainer
+        if awaited and worker.service.server.version == JOIN_AT and not self.asked.is_set():
             self.asked.set()
             me = asyncio.current_task()
             self.stream = next(stream for stream in worker.node._answerer.streams if stream._task is me)
@@ -120,6 +128,33 @@ class Halved(StateFaults):
         else:
             donor = self.stream._answerer.context.peer_id
             threading.Thread(target=self._kill, args=(donor,), daemon=True).start()
+
+
+class GoneAfter(Meddling):
+    """The first worker that gives its state to another one vanishes when it has given some parts.
+
+    Args:
+        parts: How many.
+    """
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.donor: str | None = None
+        self.gone = threading.Event()
+
+    async def after(self, worker: Any, call: str, caller: str, header: dict[str, Any], reply: Reply) -> Reply:
+        """When the worker has answered."""
+        awaited = is_part(header.get("key"), "state") and caller != worker.trainer
+        if not awaited or worker.service.server.version != JOIN_AT:
+            return reply
+        me = worker.node.peer_id
+        self.donor = self.donor or me
+        if self.donor == me and header["key"].endswith(f"/{self.parts}"):
+            self.gone.set()
+            threading.Thread(target=self._kill, args=(me,), daemon=True).start()
+            await asyncio.Event().wait()
+        return reply
 
 
 class Early(Meddling):
@@ -181,10 +216,11 @@ class Ruined(StateFaults):
 
     def happen(self, header: dict[str, Any], tensors: Sequence[Tensor]) -> Reply:
         """As of a worker whose training has gone wrong."""
-        state = StageState.from_wire(header, tensors)
+        state = StageState.from_wire(header["header"], [t.view(s) for t, s in zip(tensors, header["shapes"])])
         for parameter in state.parameters.values():
             parameter.fill_(torch.nan)
-        return state.to_wire()
+        described, ruined = state.to_wire()
+        return {**header, "header": described}, [tensor.view(-1) for tensor in ruined]
 
 
 def fit(faults: Faults, *callbacks: pl.Callback, workers: int = 4) -> Outcome:
@@ -228,6 +264,37 @@ def test_a_donor_that_vanishes_at_half_of_the_state_is_followed_by_another(undis
     assert halved.sent > 1000 and halved.withheld > 1000
     _joined_whole(run, join)
     assert run.trainer.strategy.report()["counters"]["leaves"] >= 1, "the donor's"  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No state of a stage goes into one message; the sums of its gradients do."""
+    parameters = sum(parameter.numel() for parameter in make().parameters()) // 2
+    monkeypatch.setattr(node, "Limits", partial(Limits, body_bytes=8 * parameters))
+    monkeypatch.setattr(parts, "_PART_BYTES", 2 * parameters)
+
+
+def test_states_larger_than_a_message_go_to_newcomers_and_to_the_trainer(
+    small_messages: None, undisturbed: Outcome
+) -> None:
+    held = Held()
+    held.release.set()
+    join = Join(begun=held.asked.is_set)
+    run = fit(held, join)
+    _same(run, undisturbed)
+    _joined_whole(run, join)
+    assert "leaves" not in run.trainer.strategy.report()["counters"]  # type: ignore[attr-defined]
+
+
+def test_a_donor_that_vanishes_after_some_parts_of_the_state_is_followed_by_another(
+    small_messages: None, undisturbed: Outcome
+) -> None:
+    going = GoneAfter(parts=3)
+    join = Join(begun=going.gone.is_set)
+    run = fit(going, join)
+    _same(run, undisturbed)
+    _joined_whole(run, join)
+    assert run.trainer.strategy.report()["counters"]["leaves"] == 1, "the donor's"  # type: ignore[attr-defined]
 
 
 def test_a_donor_whose_parameters_are_nan_is_followed_by_another(undisturbed: Outcome) -> None:

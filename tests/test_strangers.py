@@ -334,7 +334,7 @@ def test_a_run_with_a_secret_answers_and_believes_nobody_without_it(undisturbed:
         for secret in (None, b"another"):
             knocks.append(Knock(strategy, secret))
             assert knocks[-1].refused["state"] == knocks[-1].refused["trainer"] == 3
-            assert knocks[-1].refused["fetch"] == 2 and knocks[-1].refused["join"] == 1
+            assert knocks[-1].refused["fetch"] == 3 and knocks[-1].refused["join"] == 1
             assert not any(knocks[-1].stored)
         workers = {worker._peer.node.peer_id for worker in strategy._local.strategies.values()}
         for node in knocks[0].nodes:

@@ -197,12 +197,14 @@ class ProbeReply(Message):
     """What a worker does."""
 
     computing_s: float
-    """For how long the closure that runs now has run; 0 between closures."""
+    """For how long the closure that runs now has got no further; 0 between closures."""
     queued: int = 0
     waits: tuple[Wait, ...] = ()
     """What it fetches, longest first."""
     offered_s: float | None = None
     """Since when the entry asked about is there; ``None``: it is not."""
+    usual_s: float = 0.0
+    """How long the slowest kind of closures took on average so far."""
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,8 @@ class StateRequest(Message):
     session: int
     plan_version: int
     stage: int
+    key: str = ""
+    """Names the parts in which it is given, see ``swarm/parts.py``."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Limits:
 
     Args:
         header_bytes: The largest header. Plans of models with very many parameters may need more.
-        body_bytes: The most tensor bytes in one frame. Larger state must be fetched in parts.
+        body_bytes: The most tensor bytes in one frame. What may be larger is handed over in parts, see `parts`.
         tensors: The most tensors in one frame.
         streams: The most streams open to this peer at a time, from all peers.
         streams_per_peer: The same from one peer.

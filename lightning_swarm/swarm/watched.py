@@ -1,34 +1,70 @@
-"""Long calls to peers that may stop answering: while one is out, the peer is asked now and then whether it lives."""
+"""Long calls to peers that may stop answering: while one is out, the peer is asked now and then what it does.
+
+A peer that answers nothing is gone. One that answers, but whose compute thread has stood still for long, will not do
+either what that thread is needed for (a driver that hangs, a deadlock in the user's code), and counts as silent.
+"""
 
 import asyncio
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.swarm.errors import CallerError, PeerBusy
+from lightning_swarm.swarm.calls import ProbeReply, ProbeRequest
+from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, PeerBusy
 from lightning_swarm.swarm.node import Node
 
 _ASK_AFTER_S = 3.0
 _PROBE_DEADLINE_S = 5.0
+_STUCK_AFTER_S = 60.0
+# A slow machine's microbatches may take minutes, each time.
+_STUCK_AFTER_USUAL = 10.0
+
+
+async def ask(node: Node, peer: str, *, computes: bool = True) -> None:
+    """Ask a peer whether it lives.
+
+    Args:
+        node: This peer.
+        peer: The other one.
+        computes: Whether its compute thread has to live, too.
+
+    Raises:
+        SwarmError: It does not answer, or hangs.
+    """
+    try:
+        header, _ = await node.call(peer, "probe", ProbeRequest().to_dict(), deadline_s=_PROBE_DEADLINE_S)
+    except (CallerError, PeerBusy):  # A refusal is an answer, too.
+        return
+    status = ProbeReply.from_dict(header)
+    if computes and status.computing_s > max(_STUCK_AFTER_S, _STUCK_AFTER_USUAL * status.usual_s):
+        raise DeadlineExceeded(
+            f"{peer} has got no further for {status.computing_s:.0f} s with what usually takes it "
+            f"{status.usual_s:.1f} s",
+            peer,
+        )
+
+
+async def watch(node: Node, peer: str, calls: Collection["asyncio.Future[Any]"], *, computes: bool = True) -> None:
+    """Until one of these calls to a peer has ended, or :func:`ask` has found the peer silent."""
+    while True:
+        done, _ = await asyncio.wait(calls, timeout=_ASK_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return
+        await ask(node, peer, computes=computes)
 
 
 async def call_watched(
-    node: Node, peer: str, method: str, header: dict[str, Any], *, deadline_s: float
+    node: Node, peer: str, method: str, header: dict[str, Any], *, deadline_s: float, computes: bool = True
 ) -> tuple[dict[str, Any], Sequence[Tensor]]:
-    """As :meth:`Node.call`, but ends soon after the peer has stopped to answer anything.
+    """As :meth:`Node.call`, but ends soon after the peer has fallen silent.
 
     Raises:
         SwarmError: What the call raised, or what asking the peer raised.
     """
     call = asyncio.ensure_future(node.call(peer, method, header, deadline_s=deadline_s))
     try:
-        while True:
-            await asyncio.wait({call}, timeout=_ASK_AFTER_S)
-            if call.done():
-                return call.result()
-            with contextlib.suppress(CallerError, PeerBusy):  # A refusal is an answer, too.
-                await node.call(peer, "probe", {}, deadline_s=_PROBE_DEADLINE_S)
+        await watch(node, peer, {call}, computes=computes)
+        return call.result()
     finally:
         call.cancel()

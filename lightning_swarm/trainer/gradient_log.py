@@ -86,7 +86,9 @@ class GradientLog:
     async def _fetch(self, request: LogRequest, keeper: str) -> None:
         key = request.stage, request.step
         try:
-            header, tensors = await call_watched(self._node, keeper, "log", request.to_dict(), deadline_s=_DEADLINE_S)
+            header, tensors = await call_watched(
+                self._node, keeper, "log", request.to_dict(), deadline_s=_DEADLINE_S, computes=False
+            )
             if LoggedSums.from_dict(header).commit.step != request.step:
                 raise ProtocolError("It is of another step.", keeper)
             self._steps[key] = Entry(tuple(tensors), header)

@@ -36,25 +36,29 @@ class Origin:
             }
 
     def stage_state(self, plan: Plan, stage: int) -> StageState:
-        """The slice of one stage; its tensors are the module's own, not copies."""
+        """The slice of one stage; it stays as it is. Parameters are the module's own, not copies."""
         names = plan.stages[stage]
         parameters = dict(self._module.named_parameters())
         buffers = dict(self._module.named_buffers())
         return StageState(
             version=self.version,
             parameters={name: parameters[name].detach() for name in names.parameters},
-            buffers={name: buffers[name] for name in names.buffers if name in buffers},
+            buffers={name: buffers[name].clone() for name in names.buffers if name in buffers},
             optimizer={name: self.optimizer_state[name] for name in names.parameters if name in self.optimizer_state},
         )
 
     def update(self, states: list[StageState]) -> None:
-        """Take over the states of all stages."""
+        """Take over the states of all stages.
+
+        The memory of the parameters goes over to the module: somebody may be fetching an earlier state from the
+        module's own at the moment, so that is not overwritten.
+        """
         parameters = dict(self._module.named_parameters())
         buffers = dict(self._module.named_buffers())
         with torch.no_grad():
             for state in states:
                 for name, value in state.parameters.items():
-                    parameters[name].copy_(value)
+                    parameters[name].data = _like(parameters[name], value)
                 for name, value in state.buffers.items():
                     buffers[name].copy_(value)
                 self.optimizer_state.update(state.optimizer)
@@ -82,6 +86,14 @@ class Origin:
             for parameter, index in zip(order, indices)
             if index in loaded["state"]
         }
+
+
+def _like(own: Tensor, value: Tensor) -> Tensor:
+    """The value where and as the module's own tensor lies."""
+    alike = value.shape == own.shape and value.stride() == own.stride()
+    if alike and (value.device, value.dtype) == (own.device, own.dtype):
+        return value
+    return torch.empty_like(own).copy_(value)
 
 
 def _copied(value: Any) -> Any:

@@ -52,7 +52,7 @@ class TrainerPeer:
         self._reporting: asyncio.Task[dict[str, Any]] | None = None
         self._record = TrainerRecord(time.time())
         self._changed = asyncio.Event()
-        calls = ["trainer", "join", "ready", "prepared", "leave", "ping", "state", "log", "next", "report"]
+        calls = ["trainer", "join", "ready", "prepared", "leave", "ping", "state", "log", "fetch", "next", "report"]
         self._switchboard = Switchboard(node, calls)
         self._plug()
         node.run(node.directory.announce("trainer", self._record, ANNOUNCED_FOR_S))

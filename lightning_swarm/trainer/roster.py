@@ -108,6 +108,7 @@ class Roster:
         self._deadlines = Deadlines()
         self._downloads = ServiceTime()
         self._abandoned: set[int] = set()
+        self._turns: Counter[int] = Counter()
         self._changed = asyncio.Event()
 
     # Membership
@@ -159,6 +160,18 @@ class Roster:
         """The workers of a stage, by peer id; with ``ready=False`` also those that fetch their state still."""
         found = (w for w in self.workers.values() if w.stage == stage and (w.ready or not ready))
         return sorted(found, key=lambda w: w.peer)
+
+    def donors(self, stage: int) -> tuple[list[Worker], list[Worker]]:
+        """Who has a stage's state, best first, and those among them whom only need makes one believe: who is banned may
+        have computed what is wrong.
+
+        Each call begins with the next worker, so that newcomers spread over them; who leaves soon is asked last.
+        """
+        banned, workers = self._banned(), self.at_stage(stage)
+        turn = self._turns[stage] % max(1, len(workers))
+        self._turns[stage] += 1
+        rotated = sorted(workers[turn:] + workers[:turn], key=lambda worker: worker.leaving)
+        return [w for w in rotated if w.peer not in banned], [w for w in rotated if w.peer in banned]
 
     def neediest_stage(self, possible: Sequence[int]) -> int:
         """Where the next worker should go: of the possible stages the one with the fewest workers, the first of

@@ -9,6 +9,7 @@ the workers join again.
 
 import asyncio
 import concurrent.futures
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,6 @@ from lightning_swarm.swarm.calls import (
     LeaveRequest,
     LogRequest,
     PreparedRequest,
-    ProbeRequest,
     ReadyRequest,
     StateRequest,
     WorkerRecord,
@@ -39,12 +39,14 @@ from lightning_swarm.swarm.calls import (
 from lightning_swarm.swarm.errors import (
     CallerError,
     DeadlineExceeded,
-    PeerBusy,
     PeerStale,
     PeerUnreachable,
     SwarmError,
 )
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.outbox import Outbox
+from lightning_swarm.swarm.parts import give
+from lightning_swarm.swarm.watched import ask
 from lightning_swarm.trainer.balancer import Balancer
 from lightning_swarm.trainer.commit import Clipping, StepEnd
 from lightning_swarm.trainer.flight import Flight, Job
@@ -52,7 +54,7 @@ from lightning_swarm.trainer.gradient_log import GradientLog
 from lightning_swarm.trainer.microbatches import Microbatch
 from lightning_swarm.trainer.moves import Moves
 from lightning_swarm.trainer.origin import Origin
-from lightning_swarm.trainer.pipeline import Pipeline, probe
+from lightning_swarm.trainer.pipeline import Pipeline
 from lightning_swarm.trainer.position import StepRecord, pack_effects
 from lightning_swarm.trainer.recovery import Kept
 from lightning_swarm.trainer.redo import LoggedBatch, RedoLog, StepEnding
@@ -162,6 +164,7 @@ class Session:
         self._planned_event = asyncio.Event()
         self._boundary = asyncio.Lock()
         self._origin_lock = asyncio.Lock()
+        self._outbox = Outbox()
         self._redo = RedoLog(self.step)
         self._gradient_log = GradientLog(node)
         self._snapshot: asyncio.Task[None] | None = None
@@ -196,6 +199,7 @@ class Session:
             "ping": self.ping,
             "state": self.state,
             "log": self.log,
+            "fetch": self._outbox.answer_fetch,
         }
 
     # Calls of workers
@@ -242,16 +246,14 @@ class Session:
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
 
     async def _watch(self, worker: Worker, roster: Roster, pipeline: Pipeline) -> None:
-        """Give a newcomer up that does not live until it is ready: no call of a step would find that out."""
+        """Give a newcomer up that falls silent before it is ready: no call of a step would find that out."""
         silences = 0
         while True:
             await asyncio.sleep(_LOOK_AFTER_NEWCOMERS_S)
             if roster.workers.get(worker.peer) is not worker or worker.ready:
                 return
             try:
-                await probe(self._node, worker.peer, ProbeRequest())
-                silences = 0
-            except (CallerError, PeerBusy):  # An answer, too.
+                await ask(self._node, worker.peer)
                 silences = 0
             except SwarmError as error:
                 silences += 1 if isinstance(error, DeadlineExceeded) else _MOST_SILENCES
@@ -271,10 +273,8 @@ class Session:
         """What a worker of this stage, with so much memory, has to know; ``None`` while nobody could give it the state
         of the stage.
         """
-        assert self.plan is not None and self.roster is not None
-        donors = [worker.peer for worker in self.roster.at_stage(stage)]
-        if self._can_give(stage):
-            donors.append(self._node.peer_id)
+        assert self.plan is not None
+        donors = self._donors(stage)
         if not donors:
             return None
         return Assignment(
@@ -283,12 +283,25 @@ class Session:
             plan_version=self._plan_version,
             stage=stage,
             step=self.step,
-            donors=tuple(donors),
+            donors=donors,
             codec=self._settings.codec,
             reduce_codec=self._settings.reduce_codec,
             reproducible=self._settings.reproducible,
             outbox_bytes=self._outbox_bytes(stage, memory_bytes),
         )
+
+    def _donors(self, stage: int) -> tuple[str, ...]:
+        """Who can give a stage's state, best first.
+
+        The trainer's copy spares nobody a download, so workers come before it, but banned ones do so only where it is
+        an old one that the gradients of many steps have to be applied to.
+        """
+        assert self.roster is not None
+        trusted, banned = ([worker.peer for worker in workers] for workers in self.roster.donors(stage))
+        copy = [self._node.peer_id] if self._can_give(stage) else []
+        if trusted or self.origin.version == self.step:
+            return (*trusted, *copy, *banned)
+        return (*banned, *copy)
 
     def _can_give(self, stage: int, soon: bool = False) -> bool:
         """Whether the trainer's copy, with the gradients since then, is the stage as it is now; or will be soon.
@@ -381,7 +394,8 @@ class Session:
             if not self._can_give(request.stage):
                 raise PeerStale("the trainer's copy of the model is not of this step")
             state = self.origin.stage_state(self.plan, request.stage)
-            return await asyncio.to_thread(state.to_wire)
+        described, kept = await asyncio.to_thread(state.to_wire)
+        return await give(self._outbox, "state", caller, request.key, described, kept)
 
     async def log(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """What a stage made a step with that the trainer's copy of the model lacks."""
@@ -692,7 +706,7 @@ class Session:
         assert self.roster is not None
         request = StateRequest(self._identity.session, self._plan_version, stage)
         problems, damaged = [], None
-        for worker in self.roster.at_stage(stage):
+        for worker in itertools.chain(*self.roster.donors(stage)):
             try:
                 state = await fetch_state(self._node, worker.peer, request)
                 if state.version != step:

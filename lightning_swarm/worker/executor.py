@@ -48,7 +48,7 @@ class Executor:
         self._count = itertools.count()
         self._wake = threading.Condition()
         self._stopped = False
-        self._started_s: float | None = None
+        self._progress_s: float | None = None
         self.busy_s = dict.fromkeys(Priority, 0.0)
         self._ran = dict.fromkeys(Priority, 0)
 
@@ -80,9 +80,18 @@ class Executor:
         return sum(self.busy_s[priority] / max(1, self._ran[priority]) for priority in waiting)
 
     def computing_s(self) -> float:
-        """For how long the closure that runs now has run; 0 between closures."""
-        started = self._started_s
-        return 0.0 if started is None else time.perf_counter() - started
+        """For how long the closure that runs now has got no further; 0 between closures."""
+        began = self._progress_s
+        return 0.0 if began is None else time.perf_counter() - began
+
+    @property
+    def usual_s(self) -> float:
+        """How long the slowest kind of closures took on average so far."""
+        return max(self.busy_s[priority] / max(1, ran) for priority, ran in self._ran.items())
+
+    def progressed(self) -> None:
+        """The closure that runs now is long because it has much to do, and has done a part: it does not hang."""
+        self._progress_s = time.perf_counter()
 
     def run(self) -> None:
         """Work until :meth:`stop`. Exceptions of closures go to whoever awaits them."""
@@ -98,12 +107,12 @@ class Executor:
             if future.cancelled():
                 continue
             with PROCESS_GENERATORS:
-                self._started_s = started = time.perf_counter()
+                self._progress_s = started = time.perf_counter()
                 try:
                     result, error = function(), None
                 except Exception as exception:
                     result, error = None, exception
-                self._started_s = None
+                self._progress_s = None
                 self.busy_s[Priority(priority)] += time.perf_counter() - started
                 self._ran[Priority(priority)] += 1
             self._settle(loop, future, result, error)

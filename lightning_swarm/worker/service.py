@@ -42,6 +42,7 @@ from lightning_swarm.swarm.calls import (
 from lightning_swarm.swarm.errors import PeerStale, ProtocolError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox, fetch
+from lightning_swarm.swarm.parts import give, is_part
 from lightning_swarm.swarm.tree import decode_tree
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming
@@ -171,7 +172,7 @@ class WorkerService:
             commit.cancel()
         self.server = self.incoming = self._logged = None
         self._begun.clear()
-        self.outbox.drop(lambda key: True)
+        self.outbox.drop(lambda key: not is_part(key))
 
     def _serving(self, session: int) -> StageServer:
         self.last_call_s = asyncio.get_running_loop().time()
@@ -404,12 +405,15 @@ class WorkerService:
         ):
             raise PeerStale(f"this worker holds no state of stage {request.stage}")
         captured = await self.executor.do(Priority.COMMIT, lambda: self._capture(server, copy=True))
-        return await asyncio.to_thread(captured.to_wire)
+        described, kept = await asyncio.to_thread(captured.to_wire)
+        return await give(self.outbox, "state", caller, request.key, described, kept)
 
     def _capture(self, server: StageServer, copy: bool) -> StageState:
         """On the compute thread."""
         parameters, buffers = server.stage.owned_parameters(), server.buffers_of_version()
-        return StageState.capture(server.version or 0, parameters, buffers, self.optimizer, copy=copy)
+        return StageState.capture(
+            server.version or 0, parameters, buffers, self.optimizer, copy=copy, progressed=self.executor.progressed
+        )
 
     async def load(self, state: StageState, logged: Callable[[int], Awaitable[Commit]] | None = None) -> int:
         """Take over a stage's state, then apply the steps that came after it.
@@ -441,7 +445,13 @@ class WorkerService:
 
     def _load(self, server: StageServer, state: StageState) -> None:
         """On the compute thread."""
-        state.load(server.stage.owned_parameters(), server.stage.owned_buffers(), self.optimizer, take=True)
+        state.load(
+            server.stage.owned_parameters(),
+            server.stage.owned_buffers(),
+            self.optimizer,
+            take=True,
+            progressed=self.executor.progressed,
+        )
         server.arrive(state.version)
 
     async def probe(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
@@ -454,7 +464,10 @@ class WorkerService:
             key=lambda wait: -wait.seconds,
         )
         offered_s = None if request.key is None else self.outbox.offered_s(request.key)
-        reply = ProbeReply(self.executor.computing_s(), self.executor.queued, tuple(waits[:_MOST_WAITS]), offered_s)
+        executor = self.executor
+        reply = ProbeReply(
+            executor.computing_s(), executor.queued, tuple(waits[:_MOST_WAITS]), offered_s, executor.usual_s
+        )
         return reply.to_dict(), []
 
     async def stats(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:

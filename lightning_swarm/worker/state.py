@@ -11,7 +11,7 @@ hivemind.)
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,12 @@ from torch.optim import Optimizer
 from lightning_swarm.swarm.calls import StateRequest
 from lightning_swarm.swarm.errors import ProtocolError
 from lightning_swarm.swarm.node import Node
-from lightning_swarm.swarm.watched import call_watched
+from lightning_swarm.swarm.parts import take
 from lightning_swarm.worker.statistics import squared_norm
 
 Plain = bool | int | float | str | None
-_DEADLINE_S = 600.0
+# At a gigabyte a second this is a quarter of one, so who asks whether a worker hangs sees that it does not.
+_SLICE_BYTES = 256 << 20
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -59,6 +60,7 @@ class StageState:
         numbers: Mapping[str, Plain] | None = None,
         *,
         copy: bool = True,
+        progressed: Callable[[], None] = lambda: None,
     ) -> "StageState":
         """The state as it is now; call it between two steps, on the compute thread.
 
@@ -70,6 +72,7 @@ class StageState:
             numbers: What else has to travel along.
             copy: Whether training goes on while the state is used. Without, tensors on the CPU are shared, which is
                 enough for `digest`.
+            progressed: Called after every part of the copying.
 
         Raises:
             MisconfigurationException: The optimizer keeps something that is neither a tensor nor a plain value.
@@ -83,12 +86,12 @@ class StageState:
                 )
             name = names[id(parameter)]
             states[name] = {
-                key: _kept(value, f"{key!r} of {name!r}", optimizer, copy) for key, value in entries.items()
+                key: _kept(value, f"{key!r} of {name!r}", optimizer, copy, progressed) for key, value in entries.items()
             }
         return cls(
             version,
-            {name: _host(tensor, copy) for name, tensor in parameters.items()},
-            {name: _host(tensor, copy) for name, tensor in buffers.items()},
+            {name: _host(tensor, copy, progressed) for name, tensor in parameters.items()},
+            {name: _host(tensor, copy, progressed) for name, tensor in buffers.items()},
             states,
             dict(numbers or {}),
         )
@@ -100,6 +103,7 @@ class StageState:
         optimizer: Optimizer | None = None,
         *,
         take: bool = False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
         """Assign everything to a stage, or nothing.
 
@@ -112,6 +116,8 @@ class StageState:
             buffers: Its buffers, overwritten in place.
             optimizer: An optimizer over (some of) the parameters; all that it kept is replaced. Without one, the
                 optimizer's state here is left out.
+            take: Whether this state is not used any more, so that its memory may become the stage's.
+            progressed: Called after every tensor.
 
         Raises:
             StateRejected: Says what does not fit or is not finite.
@@ -121,7 +127,8 @@ class StageState:
         for name, tensor in self.parameters.items():
             if not _is_finite(tensor):
                 raise StateRejected(f"Parameter {name!r} has values that are not finite.")
-        ready = self._optimizer_state(parameters, optimizer) if optimizer is not None else {}
+            progressed()
+        ready = self._optimizer_state(parameters, optimizer, progressed) if optimizer is not None else {}
         with torch.no_grad():
             for name, tensor in self.parameters.items():
                 own = parameters[name]
@@ -129,13 +136,16 @@ class StageState:
                     own.data = tensor
                 else:
                     own.copy_(tensor)
+                progressed()
             for name, tensor in self.buffers.items():
                 buffers[name].copy_(tensor)
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update(ready)
 
-    def _optimizer_state(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    def _optimizer_state(
+        self, parameters: Mapping[str, Tensor], optimizer: Optimizer, progressed: Callable[[], None]
+    ) -> dict[Tensor, dict[str, Any]]:
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         ready: dict[Tensor, dict[str, Any]] = {}
         for name, entries in self.optimizer.items():
@@ -152,6 +162,7 @@ class StageState:
                         raise StateRejected(f"The optimizer's {key!r} of {name!r} has values that are not numbers.")
                     device = parameter.device if value.ndim or on_device else torch.device("cpu")
                     value = value.to(device, copy=True)
+                    progressed()
                 ready[parameter][key] = value
         return ready
 
@@ -234,12 +245,12 @@ class StageState:
 
 
 async def fetch_state(node: Node, peer: str, request: StateRequest) -> StageState:
-    """The state that a peer gives; given up soon after the peer has stopped to answer anything.
+    """The state that a peer gives; given up soon after the peer has fallen silent.
 
     Raises:
         SwarmError: It gives none, or a damaged one.
     """
-    header, tensors = await call_watched(node, peer, "state", request.to_dict(), deadline_s=_DEADLINE_S)
+    header, tensors = await take(node, peer, "state", request.to_dict())
     return await asyncio.to_thread(StageState.from_wire, header, tensors)
 
 
@@ -252,16 +263,29 @@ def _checksum(tensor: Tensor) -> bytes:
     return hasher.digest(length=16)
 
 
-def _host(tensor: Tensor, copy: bool) -> Tensor:
+def _host(tensor: Tensor, copy: bool, progressed: Callable[[], None]) -> Tensor:
     tensor = tensor.detach()
-    if copy:
-        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return tensor.cpu().contiguous()
+    if not copy:
+        return tensor.cpu().contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for place, part in zip(_slices(host), _slices(tensor)):
+        place.copy_(part)
+        progressed()
+    return host
 
 
-def _kept(value: Any, what: str, optimizer: Optimizer | None, copy: bool) -> Tensor | Plain:
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a large tensor's rows that together are the tensor."""
+    if tensor.nbytes <= _SLICE_BYTES or not tensor.ndim:
+        return (tensor,)
+    return tensor.split(max(1, len(tensor) * _SLICE_BYTES // tensor.nbytes))
+
+
+def _kept(
+    value: Any, what: str, optimizer: Optimizer | None, copy: bool, progressed: Callable[[], None]
+) -> Tensor | Plain:
     if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
-        return _host(value, copy)
+        return _host(value, copy, progressed)
     if type(value) in _PLAIN:
         return value
     raise MisconfigurationException(

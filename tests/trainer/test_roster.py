@@ -184,3 +184,25 @@ def test_a_worker_twenty_times_slower_than_the_other_never_passes_its_deadline(c
             roster.completed(peer, stage, usual_s[peer])
             done[peer] += 1
     assert done["a2"] >= 5 and done["a1"] > 10 * done["a2"]
+
+
+def donors(roster: Roster) -> str:
+    trusted, banned = roster.donors(0)
+    return " ".join(worker.peer for worker in trusted) + " | " + " ".join(worker.peer for worker in banned)
+
+
+def test_newcomers_spread_over_the_donors(clock: Clock) -> None:
+    roster = make(("a1", 0), ("a2", 0), ("a3", 0), ("b", 1))
+    for _ in range(3):
+        roster.donors(1)
+    assert [donors(roster) for _ in range(4)] == ["a1 a2 a3 | ", "a2 a3 a1 | ", "a3 a1 a2 | ", "a1 a2 a3 | "]
+
+
+def test_donors_that_leave_come_late_and_banned_ones_are_not_trusted(clock: Clock) -> None:
+    roster = make(("a1", 0), ("a2", 0), ("a3", 0), ("b", 1))
+    roster.leaves("a1")
+    assert [donors(roster) for _ in range(3)] == ["a2 a3 a1 | ", "a2 a3 a1 | ", "a3 a2 a1 | "]
+    roster.ban("a3", 0, Cause.WRONG_RESULT, "it lied")
+    assert donors(roster) == "a2 a1 | a3"
+    clock.now_s += 301.0
+    assert donors(roster) == "a2 a3 a1 | "

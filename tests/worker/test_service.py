@@ -16,7 +16,8 @@ from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, Reduc
 from lightning_swarm.swarm.errors import PeerStale
 from lightning_swarm.swarm.messages import Message
 from lightning_swarm.swarm.tree import encode_tree
-from lightning_swarm.worker.executor import Priority
+from lightning_swarm.worker import executor
+from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.service import WorkerService
 from tests.worker.test_stage_server import Stages, stages
 
@@ -52,7 +53,18 @@ class Served:
 
     async def send(self, call: str, message: Message) -> Any:
         handler: Callable[..., Any] = self.service.handlers()[call]
-        return await handler("trainer", message.to_dict(), self.stages.task(0, 1)[1] if call == "process" else [])
+        answer = handler("trainer", message.to_dict(), self.stages.task(0, 1)[1] if call == "process" else [])
+        if call != "state":
+            return await answer
+        # It is given for as long as it is asked for.
+        giving = asyncio.ensure_future(answer)
+        first = asyncio.ensure_future(self.service.outbox.get("parts/state/trainer//0"))
+        await asyncio.wait({giving, first}, return_when=asyncio.FIRST_COMPLETED)
+        if giving.done():
+            first.cancel()
+            return giving.result()
+        giving.cancel()
+        return first.result().header["header"], []
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -104,6 +116,56 @@ def test_what_is_of_another_step_plan_or_session_is_refused_and_changes_nothing(
         assert not all(torch.equal(value, before[name]) for name, value in served.parameters().items())
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_state_is_given_although_its_giver_leaves_the_stage_meanwhile(stages: Stages) -> None:
+    async def scenario() -> None:
+        served = Served(stages)
+        key = "parts/state/caller//0"
+        giving = asyncio.ensure_future(served.service.state("caller", served.valid("state").to_dict(), []))
+        await served.service.outbox.get(key, timeout_s=10)
+        served.service.end()
+        assert served.service.outbox.keys() == [key]
+        giving.cancel()
+        await asyncio.wait({giving})
+        assert not len(served.service.outbox)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+class Clock:
+    """Stands where the compute thread reads the time; every part of a copy takes a second and a half."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("doing", ["giving", "taking"])
+def test_a_worker_that_copies_its_state_for_long_does_not_seem_to_hang(
+    stages: Stages, doing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, computing_s = Clock(), []
+    monkeypatch.setattr(executor, "time", clock)
+
+    async def scenario() -> None:
+        served = Served(stages)
+        state = await served.stages.executors[0].do(
+            Priority.COMMIT, lambda: served.service._capture(served.server, copy=True)
+        )
+        progressed = Executor.progressed
+
+        def watched(running: Executor) -> None:
+            clock.now_s += 1.5
+            computing_s.append(running.computing_s())
+            progressed(running)
+
+        monkeypatch.setattr(Executor, "progressed", watched)
+        await (served.send("state", served.valid("state")) if doing == "giving" else served.service.load(state))
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert len(computing_s) > 4 and set(computing_s) == {1.5}
 
 
 def test_a_sum_is_of_no_use_after_another_microbatch(stages: Stages) -> None:

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_swarm.worker import state as state_module
 from lightning_swarm.worker.state import StageState, StateRejected
 
 
@@ -129,6 +130,16 @@ def test_digest_sees_every_bit(section: str) -> None:
     }
     tensors[section].view(-1)[:1].view(torch.uint8)[0] ^= 1
     assert _capture(module, optimizer).digest() != before
+
+
+def test_large_tensors_are_copied_in_parts_and_each_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "_SLICE_BYTES", 100)
+    tensors = {"rows": torch.randn(20, 5), "strided": torch.randn(5, 20).T, "flat": torch.randn(1, 100)}
+    told: list[int] = []
+    state = StageState.capture(0, tensors, {"scalar": torch.tensor(1.0)}, progressed=lambda: told.append(0))
+    assert len(told) == 4 + 4 + 1 + 1
+    for name, tensor in tensors.items():
+        assert torch.equal(state.parameters[name], tensor) and state.parameters[name].is_contiguous()
 
 
 def test_any_dtype_and_shape_survives() -> None:
