@@ -19,13 +19,12 @@ from pathlib import Path
 
 from lightning_swarm.launcher import NOTICE, following
 from lightning_swarm.notices import Notice
+from lightning_swarm.swarm.errors import NOT_NOW
 
 __all__ = ["NOT_NOW", "USAGE", "Supervisor", "pause_s"]
 
 USAGE = 2
 """Exit code of a script that was started wrongly: starting it again would not help."""
-NOT_NOW = 69
-"""Exit code of a script that found no peer, or its port in use; sysexits.h calls it EX_UNAVAILABLE."""
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from lightning_swarm import launcher
+from lightning_swarm.swarm.errors import NOT_NOW
 from lightning_swarm.testing import ThreadSwarmStrategy
 from tests.harness import times
 from tests.scripts import tiny
@@ -225,6 +226,18 @@ def test_a_local_worker_that_is_killed_or_told_to_leave_is_started_again_and_the
     assert run.ended() == 0, run.output
     assert re.search(rf"Local worker 0 \(stage 0\) has ended with exit code {code}; it is started again\.", run.output)
     assert told(run, "restarts") == [1]
+    assert told(run, "loss") == pytest.approx(plain[0], abs=1e-6)
+    assert told(run, "weights")[0] == pytest.approx(plain[1], abs=1e-6)
+    run.assert_nothing_left()
+
+
+def test_a_local_worker_whose_compute_thread_hangs_ends_and_is_started_again(
+    start: Start, plain: tuple[list[float], list[float]]
+) -> None:
+    run = start("stuck worker")
+    assert run.ended() == 0, run.output
+    assert re.search(r"The compute thread has got no further for \d+ s; this process ends\.", run.output)
+    assert re.search(rf"Local worker 0 .* has ended with exit code {NOT_NOW}; it is started again", run.output)
     assert told(run, "loss") == pytest.approx(plain[0], abs=1e-6)
     assert told(run, "weights")[0] == pytest.approx(plain[1], abs=1e-6)
     run.assert_nothing_left()

@@ -14,6 +14,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 _TEXT_LIMIT = 32_768
 
 
+NOT_NOW = 69
+"""Exit code of a process that may do better when it is started again: it found no peer, or its port in use, or its
+compute thread hung; sysexits.h calls it EX_UNAVAILABLE.
+"""
+
+
 class NotNow(MisconfigurationException):
     """A peer cannot start now, but the same call may work in a moment: none of the given peers answers, or the port is
     still in use. ``lightning-swarm run --restart`` tries it again, which it does with no other misconfiguration.

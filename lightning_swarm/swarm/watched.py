@@ -21,6 +21,16 @@ _STUCK_AFTER_S = 60.0
 _STUCK_AFTER_USUAL = 10.0
 
 
+def is_stuck(computing_s: float, usual_s: float) -> bool:
+    """Whether a compute thread that has got no further for so long will not get any further.
+
+    Args:
+        computing_s: For how long.
+        usual_s: How long it takes on average for what takes it longest.
+    """
+    return computing_s > max(_STUCK_AFTER_S, _STUCK_AFTER_USUAL * usual_s)
+
+
 async def ask(node: Node, peer: str, *, computes: bool = True) -> None:
     """Ask a peer whether it lives.
 
@@ -37,7 +47,7 @@ async def ask(node: Node, peer: str, *, computes: bool = True) -> None:
     except (CallerError, PeerBusy):  # A refusal is an answer, too.
         return
     status = ProbeReply.from_dict(header)
-    if computes and status.computing_s > max(_STUCK_AFTER_S, _STUCK_AFTER_USUAL * status.usual_s):
+    if computes and is_stuck(status.computing_s, status.usual_s):
         raise DeadlineExceeded(
             f"{peer} has got no further for {status.computing_s:.0f} s with what usually takes it "
             f"{status.usual_s:.1f} s",

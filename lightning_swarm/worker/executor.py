@@ -48,6 +48,8 @@ class Executor:
         self._count = itertools.count()
         self._wake = threading.Condition()
         self._stopped = False
+        self.owns_process = False
+        """Whether the compute thread is the main thread, so that the process is of no use without it."""
         self._progress_s: float | None = None
         self.busy_s = dict.fromkeys(Priority, 0.0)
         self._ran = dict.fromkeys(Priority, 0)
@@ -95,6 +97,7 @@ class Executor:
 
     def run(self) -> None:
         """Work until :meth:`stop`. Exceptions of closures go to whoever awaits them."""
+        self.owns_process = threading.current_thread() is threading.main_thread()
         while True:
             with self._wake:
                 while not self._queue and not self._stopped:

@@ -12,6 +12,7 @@ steps that came after the state, which needs nothing from the network.
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,9 +36,17 @@ from lightning_swarm.swarm.calls import (
     ReadyRequest,
     StateRequest,
 )
-from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, PeerBusy, PeerStale, SwarmError
+from lightning_swarm.swarm.errors import (
+    NOT_NOW,
+    CallerError,
+    DeadlineExceeded,
+    PeerBusy,
+    PeerStale,
+    SwarmError,
+)
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.switchboard import Switchboard
+from lightning_swarm.swarm.watched import is_stuck
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.incoming import Incoming, Shapes
 from lightning_swarm.worker.service import Commit, Reply, WorkerService, logged_commit
@@ -167,6 +176,7 @@ class Member:
         self._switchboard.plug({**handlers, "hold": self._hold})
         loop = asyncio.get_running_loop()
         while True:
+            await self._until_free()
             asked_s = loop.time()
             reply = await self._ask()
             if reply is None or self._leaving:
@@ -187,6 +197,19 @@ class Member:
                 self._stay()
             if not finish.reassign:
                 return finish
+
+    async def _until_free(self) -> None:
+        """Until the compute thread has ended what this worker was given up for.
+
+        Where it never does (a driver that hangs, a deadlock in the user's code), the process cannot even end as others
+        do, and ends at once, for another one to be started.
+        """
+        while (computing_s := self._executor.computing_s()) > _PING_EVERY_S:
+            if self._executor.owns_process and is_stuck(computing_s, self._executor.usual_s):
+                log.critical("The compute thread has got no further for %.0f s; this process ends.", computing_s)
+                logging.shutdown()
+                os._exit(NOT_NOW)
+            await asyncio.sleep(_AGAIN_AFTER_S)
 
     def _of_trainer(self, handler: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitable[Reply]]:
         """A trainer that was given up may live still: it has no say any more."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_swarm import SwarmStrategy
+from lightning_swarm.swarm import watched
 
 
 class Tiny(pl.LightningModule):
@@ -139,6 +140,27 @@ class AllReady(pl.Callback):
             print("loss", float(outputs["loss"]), flush=True)
 
 
+class Stuck(Tiny):
+    """Local worker 0 hangs in its compute thread when the sixth step begins, once."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 5 and os.environ.get("LIGHTNING_SWARM_LOCAL_INDEX") == "0":
+            try:
+                open("hung once", "x").close()
+            except FileExistsError:
+                pass
+            else:
+                threading.Event().wait()
+        return super().training_step(batch, batch_idx)
+
+
+class AllBack(AllReady):
+    """Waits once more, before the ninth step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, 1 if index == 8 else index)
+
+
 class Kill(pl.Callback):
     """Sends local worker 0 a signal when the sixth step begins, and tells how often one was restarted."""
 
@@ -156,10 +178,10 @@ class Kill(pl.Callback):
             print("restarts", strategy._local.restarts, flush=True)
 
 
-def train(strategy: Any, *callbacks: pl.Callback) -> list[float]:
+def train(strategy: Any, *callbacks: pl.Callback, make: Any = Tiny) -> list[float]:
     """Fit twelve batches, and tell the weights that came out."""
     pl.seed_everything(7, verbose=False)
-    module = Tiny()
+    module = make()
     trainer = make_trainer(strategy, callbacks=[Watch(), *callbacks])
     trainer.fit(module, data(3))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
@@ -213,6 +235,9 @@ def main() -> None:
     elif what == "train":
         workers, reproducible = int(more[0]), more[1:] == ["reproducible"]
         train(SwarmStrategy(stages=2, workers=workers, microbatches=8, reproducible=reproducible), AllReady(workers))
+    elif what == "stuck worker":
+        watched._STUCK_AFTER_S = 5.0
+        train(SwarmStrategy(stages=1, workers=2, microbatches=8), AllBack(2), make=Stuck)
     elif what == "killed worker":
         # The trainer's port and key, which its worker finds in the script, too. One stage: what takes time is to start.
         own: dict[str, Any] = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{more[0]}"], "identity_path": "trainer.key"}
