@@ -83,14 +83,23 @@ class Usage(pl.Callback):
 
 
 def usage() -> dict[str, float]:
-    """Resident memory, open files and threads of this process."""
+    """Resident memory, open files, the sockets among them, and threads of this process."""
     gc.collect()
+    files = [_target(file) for file in Path("/proc/self/fd").iterdir()]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "memory": int(status["VmRSS"].split()[0]) / 1024,
-        "files": len(os.listdir("/proc/self/fd")),
+        "files": len(files),
+        "sockets": sum(file.startswith("socket:") for file in files),
         "threads": int(status["Threads"]),
     }
+
+
+def _target(file: Path) -> str:
+    try:
+        return os.readlink(file)
+    except FileNotFoundError:  # The one that was open to list them.
+        return ""
 
 
 class Reaper(threading.Thread):
@@ -198,6 +207,11 @@ def train_elsewhere(arguments: argparse.Namespace, steps: int, minutes: float | 
         return torch.load(Path(folder) / "result", weights_only=True)
 
 
+def median(what: str, looks: list[dict[str, float]]) -> float:
+    """Of one of the things in some looks."""
+    return statistics.median(look[what] for look in looks)
+
+
 def main() -> None:
     """Run twice and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -225,13 +239,15 @@ def main() -> None:
     report.figure("faults", run["killed"] + run["stopped"], "", f"{run['killed']} killed, {run['stopped']} stopped")
     for name, count in sorted(run["counters"].items()):
         report.figure(name, count, "")
-    quarter = max(1, len(run["looks"]) // 4)
+    looks = run["looks"]
+    quarter = max(1, len(looks) // 4)
     for what, unit in (("memory", "MiB"), ("files", ""), ("threads", "")):
-        values = [look[what] for look in run["looks"]]
-        early, late = statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
+        early, late = (median(what, part) for part in (looks[quarter : 2 * quarter], looks[-quarter:]))
         report.figure(f"{what}, second quarter", early, unit)
-        report.figure(f"{what}, last quarter", late, unit, f"at most {max(values):.0f}")
+        report.figure(f"{what}, last quarter", late, unit, f"at most {max(look[what] for look in looks):.0f}")
         report.ratio(f"{what}, last / second quarter", late / early, at_most=1.05)
+    report.figure("sockets, second quarter", median("sockets", looks[quarter : 2 * quarter]), "")
+    report.figure("sockets, last quarter", median("sockets", looks[-quarter:]), "")
     pairs = zip(run["weights"].values(), undisturbed["weights"].values())
     difference = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
     report.ratio("largest difference of a weight", difference, at_most=0.0)

@@ -4,6 +4,7 @@ done again, and the weights are those of an undisturbed run, bit for bit.
 
 import threading
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,8 @@ import pytest
 from torch import nn
 
 from lightning_swarm.faults import Moment
+from lightning_swarm.swarm import node, parts
+from lightning_swarm.swarm.frames import Limits
 from lightning_swarm.testing import Fault, Faults
 from tests.harness import Outcome, difference, fit_swarm
 from tests.models import CASES, GPT, Regressor
@@ -30,13 +33,17 @@ def make_normed() -> pl.LightningModule:
 
 
 class Successors(pl.Callback):
-    """Starts another worker for each that vanishes, as the launcher does with local ones."""
+    """Starts another worker for each that vanishes, as the launcher does with local ones; a step begins when the one
+    before it is logged.
+    """
 
     def __init__(self, faults: Faults, deaths: int) -> None:
         self.faults, self.deaths = faults, deaths
         self._over = threading.Event()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        strategy: Any = trainer.strategy
+        strategy._peer.run(strategy._session._gradient_log.settle())
         if index == 1:
             threading.Thread(target=self._start, args=(trainer.strategy,), daemon=True).start()
 
@@ -84,6 +91,15 @@ def test_no_step_is_done_again(stage: int, moment: Moment, undisturbed: Outcome)
     _same(run, undisturbed)
     assert counters["stages rebuilt"] == 2
     assert not {"stages lost", "steps repeated"} & counters.keys()
+
+
+def test_gradients_larger_than_a_message_are_logged(monkeypatch: pytest.MonkeyPatch, undisturbed: Outcome) -> None:
+    parameters = sum(parameter.numel() for parameter in make().parameters()) // 3
+    monkeypatch.setattr(node, "Limits", partial(Limits, body_bytes=2 * parameters))
+    monkeypatch.setattr(parts, "_PART_BYTES", parameters)
+    run, counters = fit(Fault("kill", "forward", stage=1, step=4))
+    _same(run, undisturbed)
+    assert counters["stages rebuilt"] == 1 and "snapshots" not in counters
 
 
 def test_gradients_that_went_with_the_worker_are_made_again(undisturbed: Outcome) -> None:

@@ -339,6 +339,8 @@ class LogRequest(Message):
     plan_version: int
     stage: int
     step: int
+    key: str = ""
+    """As in :class:`StateRequest`."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ either what that thread is needed for (a driver that hangs, a deadlock in the us
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
-
-from torch import Tensor
 
 from lightning_swarm.swarm.calls import ProbeReply, ProbeRequest
 from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, PeerBusy
@@ -62,19 +60,3 @@ async def watch(node: Node, peer: str, calls: Collection["asyncio.Future[Any]"],
         if done:
             return
         await ask(node, peer, computes=computes)
-
-
-async def call_watched(
-    node: Node, peer: str, method: str, header: dict[str, Any], *, deadline_s: float, computes: bool = True
-) -> tuple[dict[str, Any], Sequence[Tensor]]:
-    """As :meth:`Node.call`, but ends soon after the peer has fallen silent.
-
-    Raises:
-        SwarmError: What the call raised, or what asking the peer raised.
-    """
-    call = asyncio.ensure_future(node.call(peer, method, header, deadline_s=deadline_s))
-    try:
-        await watch(node, peer, {call}, computes=computes)
-        return call.result()
-    finally:
-        call.cancel()

@@ -15,11 +15,10 @@ from lightning_swarm.swarm.calls import LoggedSums, LogRequest
 from lightning_swarm.swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Entry
-from lightning_swarm.swarm.watched import call_watched
+from lightning_swarm.swarm.parts import take
 
 log = logging.getLogger(__name__)
 
-_DEADLINE_S = 600.0
 _MOST_FAILURES = 2
 
 
@@ -86,9 +85,7 @@ class GradientLog:
     async def _fetch(self, request: LogRequest, keeper: str) -> None:
         key = request.stage, request.step
         try:
-            header, tensors = await call_watched(
-                self._node, keeper, "log", request.to_dict(), deadline_s=_DEADLINE_S, computes=False
-            )
+            header, tensors = await take(self._node, keeper, "log", request.to_dict(), computes=False)
             if LoggedSums.from_dict(header).commit.step != request.step:
                 raise ProtocolError("It is of another step.", keeper)
             self._steps[key] = Entry(tuple(tensors), header)

@@ -403,7 +403,7 @@ class Session:
         logged = self._gradient_log.step(request.stage, request.step)
         if logged is None or request.plan_version != self._plan_version:
             raise PeerStale(f"the gradients of stage {request.stage} in step {request.step} are not here")
-        return dict(logged.header), logged.tensors
+        return await give(self._outbox, "log", caller, request.key, dict(logged.header), logged.tensors)
 
     # The strategy's wishes; coroutines of the node's loop
 

@@ -45,6 +45,7 @@ from lightning_swarm.swarm.errors import (
     SwarmError,
 )
 from lightning_swarm.swarm.node import Node
+from lightning_swarm.swarm.parts import take
 from lightning_swarm.swarm.switchboard import Switchboard
 from lightning_swarm.swarm.watched import is_stuck
 from lightning_swarm.worker.executor import Executor, Priority
@@ -59,7 +60,6 @@ _ASK_DEADLINE_S = 30.0
 _PING_EVERY_S = 5.0
 _AGAIN_AFTER_S = 0.5
 _LINGER_S = 1.0
-_LOG_DEADLINE_S = 600.0
 _CALLS_OF_TRAINER = ("process", "reduce", "commit", "move", "finish")
 
 
@@ -405,7 +405,7 @@ class Member:
     async def _logged(self, donor: str, assignment: Assignment, step: int) -> Commit:
         """What the stage made a step with that the donor's state lacks."""
         request = LogRequest(assignment.session, assignment.plan_version, assignment.stage, step)
-        return logged_commit(*await self._node.call(donor, "log", request.to_dict(), deadline_s=_LOG_DEADLINE_S))
+        return logged_commit(*await take(self._node, donor, "log", request.to_dict(), computes=False))
 
     async def _until_finished(self) -> FinishRequest:
         """Wait for the end of the session; look after the trainer when it is silent.

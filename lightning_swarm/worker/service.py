@@ -391,9 +391,9 @@ class WorkerService:
     async def log(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """What this worker made its last step with, if the commit said to keep it."""
         request, logged = LogRequest.from_dict(header), self._logged
-        if logged is None or logged[0] != request:
+        if logged is None or logged[0] != replace(request, key=""):
             raise PeerStale(f"the gradients of stage {request.stage} in step {request.step} are not here")
-        return logged[1], logged[2]
+        return await give(self.outbox, "log", caller, request.key, logged[1], logged[2])
 
     async def state(self, caller: str, header: dict[str, Any], tensors: list[Tensor]) -> Reply:
         """The state of this worker's stage, as of its step."""

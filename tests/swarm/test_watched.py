@@ -9,7 +9,7 @@ import pytest
 from lightning_swarm.swarm import watched
 from lightning_swarm.swarm.calls import ProbeReply
 from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, PeerBusy, PeerUnreachable, SwarmError
-from lightning_swarm.swarm.watched import call_watched
+from lightning_swarm.swarm.watched import watch
 
 
 class Peer:
@@ -18,7 +18,6 @@ class Peer:
     def __init__(self, *answers: ProbeReply | SwarmError) -> None:
         self.answers: Iterator[ProbeReply | SwarmError] = iter(answers)
         self.finished = asyncio.Event()
-        self.cancelled = False
 
     async def call(self, peer: str, method: str, header: dict[str, Any], **options: Any) -> Any:
         """As of a node."""
@@ -30,23 +29,19 @@ class Peer:
             if isinstance(answer, SwarmError):
                 raise answer
             return answer.to_dict(), []
-        try:
-            await self.finished.wait()
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
+        await self.finished.wait()
         return {"answer": 1}, []
 
 
 def call(*answers: ProbeReply | SwarmError, **options: Any) -> Any:
     async def scenario() -> Any:
         peer: Any = Peer(*answers)
+        calling = asyncio.ensure_future(peer.call("peer", "state", {}))
         try:
-            return (await call_watched(peer, "peer", "state", {}, deadline_s=600.0, **options))[0]
-        except SwarmError:
-            await asyncio.sleep(0)
-            assert peer.cancelled
-            raise
+            await watch(peer, "peer", {calling}, **options)
+            return calling.result()[0]
+        finally:
+            calling.cancel()
 
     return asyncio.run(asyncio.wait_for(scenario(), 20))
 
