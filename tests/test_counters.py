@@ -25,8 +25,21 @@ class Before(pl.Callback):
             self.processed = {peer: counts["processed"] for peer, counts in tally.by_worker().items()}
 
 
+class OfHolders(Faults):
+    """In a reduction only a worker that has accumulated something is hit: a busy machine's other worker may have got
+    nothing of a step.
+    """
+
+    async def around(
+        self, worker: Any, call: str, caller: str, header: dict[str, Any], tensors: Any, handler: Any
+    ) -> Any:
+        if call == "reduce" and not header["expected"]:
+            return await handler(caller, header, tensors)
+        return await super().around(worker, call, caller, header, tensors, handler)
+
+
 def test_one_repeated_task_and_one_worker_that_vanishes_are_in_the_numbers() -> None:
-    faults = Faults([Fault("duplicate", "accumulated", stage=1, step=1), Fault("kill", "reduce", stage=0, step=2)])
+    faults = OfHolders([Fault("duplicate", "accumulated", stage=1, step=1), Fault("kill", "reduce", stage=0, step=2)])
     before = Before(2)
     swarm = {"workers": 3, "microbatches": MICROBATCHES, "faults": faults}
     callbacks = [AllAtWork(), before]

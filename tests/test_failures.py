@@ -301,7 +301,7 @@ def test_a_worker_on_which_the_step_raises_is_left_alone_where_another_can_do_it
     assert {(ban["peer"], ban["stage"], ban["cause"]) for ban in bans} == {(*faults.broken, 1, "failed")}
 
 
-@pytest.mark.parametrize("call", ["process", "reduce", "commit"])
+@pytest.mark.parametrize("call", ["process", "commit"])
 def test_what_raises_on_two_workers_ends_the_run(call: str) -> None:
     with pytest.raises(MemoryError, match="no more"):
         fit([AllAtWork()], workers=6, faults=Raises(call, workers=2))
@@ -326,11 +326,9 @@ class Malformed(Meddling):
 @pytest.mark.parametrize(
     ("call", "change"),
     [
-        ("process", {"compute_s": "long"}),
         ("process", {"effects": {"__tensor__": 99}}),
         ("process", {"transfers": [1.0]}),
         ("reduce", {"squared_norms": {}}),
-        ("reduce", {"absent": 3}),
     ],
 )
 def test_a_reply_that_cannot_be_read_is_its_senders_fault(
