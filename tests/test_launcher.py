@@ -59,6 +59,7 @@ class Process:
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalWorkers]:
     """Workers that only the test looks after, and whose processes end as it says."""
+    monkeypatch.setattr("sys.argv", [__file__])
     monkeypatch.setattr(subprocess, "Popen", Process)
     monkeypatch.setattr(LocalWorkers, "_supervise", lambda self: None)
     return lambda count, *needed: LocalWorkers([{}] * count, lambda index: f"worker {index}", *needed)
