@@ -176,12 +176,12 @@ class Session:
         self._position = b""
         """Where Lightning stood at the beginning of the step under way."""
         self._effects: list[bytes] = []
+        """What the step's batches gave, if the position is known."""
         self._said_record_stays = False
         self._furthest = 0
         """The most steps that were ever made; those that are repeated are behind it."""
         self._losses = 0
         """How often a stage has been lost since then."""
-        """What the step's batches gave, if the position is known."""
         self._bans = BanList()
         self.tally = Tally()
         self.counters = self.tally.counters
