@@ -246,7 +246,8 @@ def _bootstrap(options: argparse.Namespace) -> int:
         print(f"and with the run's secret in {launcher.SECRET}, or with:" if secret else "or with:")
         given = f"--run-id {run_id}{' --secret-file FILE' if secret else ''} --initial-peers {','.join(node.maddrs)}"
         print(f"  lightning-swarm run {given} ...", flush=True)
-        done.wait()
+        while not done.wait(1.0):
+            pass  # A signal that comes before a wait begins is heard only after it.
     return 0
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from lightning_swarm.swarm.errors import DeadlineExceeded, NodeClosed
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _CANCEL_S = 2.0
+_SPELL_S = 1.0
 
 
 class LoopThread:
@@ -55,7 +57,7 @@ class LoopThread:
             )
         future = self._submit(coro)
         try:
-            return future.result(timeout_s)
+            return result_of(future, timeout_s)
         except concurrent.futures.CancelledError as error:
             raise NodeClosed("This node was closed.") from error
         except concurrent.futures.TimeoutError as error:
@@ -129,6 +131,22 @@ class LoopThread:
             self._started.set_result(None)
             await self._stop.wait()
             await cancel_all(asyncio.all_tasks())
+
+
+def result_of(future: "concurrent.futures.Future[_T]", timeout_s: float | None = None) -> _T:
+    """As ``future.result(timeout_s)``, but in short spells.
+
+    A signal that comes in the moment before the main thread begins to wait does not end the wait: Python looks after it
+    when that is over. So Ctrl-C would be heard late, or never.
+    """
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = _SPELL_S if until is None else until - time.monotonic()
+        try:
+            return future.result(min(max(left_s, 0.0), _SPELL_S))
+        except concurrent.futures.TimeoutError:
+            if future.done() or left_s <= 0:
+                raise
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:

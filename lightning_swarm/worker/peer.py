@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_swarm.swarm.calls import FinishRequest, NextRequest, WorkerRecord
 from lightning_swarm.swarm.errors import SwarmError
 from lightning_swarm.swarm.finding import announced_trainer, told_trainer
+from lightning_swarm.swarm.loop import result_of
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.rpc import Handler
 from lightning_swarm.swarm.switchboard import Reply, Switchboard
@@ -153,7 +154,7 @@ class WorkerPeer:
             return False
         self._waiting = self.node.spawn(self.node.while_alive(self._next(self._trainer)), "waiting for the next call")
         try:
-            return self._waiting.result()
+            return result_of(self._waiting)
         except concurrent.futures.CancelledError:
             return False
         finally:
