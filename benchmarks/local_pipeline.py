@@ -10,7 +10,7 @@ machines get slower and faster over time. The first steps of each side are not c
 peer of the swarm sent.
 
 With ``--bare`` there is another swarm, which by turns keeps what a failure would need and keeps nothing: what a
-neighbour has fetched is let go at once, and no snapshot is taken. They take turns every five steps of one run, so that
+neighbour has fetched is let go at once, and no snapshot is taken. They take turns every two steps of one run, so that
 both meet the same machine, and make ``--steps`` counted steps each; in 50 or more there is a snapshot, as by default.
 
     python benchmarks/local_pipeline.py [--width 384] [--rounds 1] [--steps N] [--sides swarm ...] [--bare]
@@ -46,7 +46,7 @@ CORES = 2
 WARM_UP_STEPS = 2
 SIDES = ("plain whole", "plain accumulated", "gpipe", "1f1b", "swarm")
 KEEPING = "swarm by turns"
-TURN_STEPS, SNAPSHOT_EVERY = 5, 50
+TURN_STEPS, SNAPSHOT_EVERY = 2, 50
 # At least this share of the other side's samples/s, by width.
 GOALS = {384: {"plain": 0.92, "gloo": 1.0}, 64: {"plain": 0.75, "gloo": 0.85}}
 
