@@ -6,8 +6,8 @@ cores; everything else is real: processes that end by ``SIGKILL``, transport, Li
 * With two workers a stage: one is killed at each moment of the protocol in turn. Its stage goes on with one worker for
   the rest of the step, which is part of the extra time. Between two kills the worker is started again, which is not.
 * With one worker a stage: it is killed when the snapshot is five steps old. The swarm waits until another one has
-  started (measured, and taken off), goes back to the snapshot and makes these steps again; or, with
-  ``log_gradients=True``, goes on at the step under way.
+  started (measured, and taken off), goes back to the snapshot and makes these steps again, which takes as long as they
+  took; or, with ``log_gradients=True``, goes on at the step under way, which is what the goal is for.
 
     python benchmarks/recovery.py [--pause 0.05] [--microbatches 32] [--json FILE]
 """
@@ -145,7 +145,8 @@ def main() -> None:
         report.figure(f"a step, one worker a stage, {what}", normal_s, "s", json.dumps(one["counters"]))
         report.figure("the last worker's start", one["start_s"], "s")
         extra_s = one["steps_s"][LOST_AT] - normal_s - one["start_s"]
-        report.ratio(f"last worker killed, {what}: (extra time - start) / step", extra_s / normal_s, at_most=2.0)
+        goal = 2.0 if logged else None
+        report.ratio(f"last worker killed, {what}: (extra time - start) / step", extra_s / normal_s, at_most=goal)
     report.finish(arguments.json)
 
 
