@@ -146,6 +146,7 @@ class Member:
         finally:
             self._switchboard.unplug()
             self.service.end()
+            self.service.leave_module()
 
     async def leave_soon(self) -> None:
         """Tell the trainer that this worker will leave; it serves until :meth:`drain`."""
@@ -294,9 +295,10 @@ class Member:
         if self._node.peer_id in assignment.donors:
             state = await self.service.held_state(assignment)
         self.service.end()
-        server = await self._executor.do(
-            Priority.COMMIT,
-            lambda: StageServer(
+
+        def enter() -> StageServer:
+            self.service.leave_module()
+            return StageServer(
                 hosted.module,
                 assignment,
                 hosted.device,
@@ -305,8 +307,9 @@ class Member:
                 self.service.fetch_from,
                 hosted.mirror,
                 hosted.step_context,
-            ),
-        )
+            )
+
+        server = await self._executor.do(Priority.COMMIT, enter)
         if hosted.optimizer is not None:
             _narrow(hosted.optimizer, self._names, server.stage.owned_parameters())
         self.service.begin(server, hosted.optimizer, incoming)

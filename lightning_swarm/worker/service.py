@@ -106,6 +106,7 @@ class WorkerService:
         self._begun = asyncio.Event()
         self._commit_lock = asyncio.Lock()
         self._commits: set[asyncio.Future[None]] = set()
+        self._stopped: list[StageServer] = []
         self._reduction_s = self._commit_s = 0.0
         self.downloads = 0
         """How often this worker has fetched a stage's state."""
@@ -165,14 +166,20 @@ class WorkerService:
         return await self.executor.do(Priority.COMMIT, lambda: self._capture(server, copy=False))
 
     def end(self) -> None:
-        """Serve no stage any more."""
+        """Serve no stage any more. The module is left by :meth:`leave_module`."""
         if self.server is not None:
-            self.server.close()
+            self.server.stop()
+            self._stopped.append(self.server)
         for commit in self._commits:
             commit.cancel()
         self.server = self.incoming = self._logged = None
         self._begun.clear()
         self.outbox.drop(lambda key: not is_part(key))
+
+    def leave_module(self) -> None:
+        """On the compute thread: what it was at when the stage ended has ended, too."""
+        while self._stopped:
+            self._stopped.pop().close()
 
     def _serving(self, session: int) -> StageServer:
         self.last_call_s = asyncio.get_running_loop().time()

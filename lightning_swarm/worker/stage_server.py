@@ -110,11 +110,14 @@ class StageServer:
         self.forward_s = self.backward_s = self.waiting_s = 0.0
         self.processed = 0
 
-    def close(self) -> None:
-        """Leave the stage; its parameters stay as they are."""
+    def stop(self) -> None:
+        """Take nothing further that is under way; what is being computed ends."""
         for progress in self._progress.values():
             if progress.runner is not None:
                 progress.runner.cancel()
+
+    def close(self) -> None:
+        """Leave the module; its parameters stay as they are. On the compute thread, which may be in the module else."""
         self._recorder.close()
         self.stage.close()
 

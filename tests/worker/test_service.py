@@ -278,3 +278,28 @@ def test_which_gradients_are_absent_is_looked_at_between_microbatches(stages: St
         assert not reply["absent"]
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_stage_that_ends_leaves_the_module_only_when_nothing_is_being_computed_there(stages: Stages) -> None:
+    """What a forward pass undoes at its end would come over the next stage's wrappers."""
+
+    async def scenario() -> None:
+        served, executor = Served(stages), stages.executors[0]
+        module = served.server.stage.module
+        computing, go_on = threading.Event(), threading.Event()
+
+        def compute() -> bool:
+            computing.set()
+            assert go_on.wait(20)
+            return "log" in vars(module)
+
+        passing = asyncio.ensure_future(executor.do(Priority.FORWARD, compute))
+        await asyncio.to_thread(computing.wait, 20)
+        served.service.end()
+        leaving = asyncio.ensure_future(executor.do(Priority.COMMIT, served.service.leave_module))
+        go_on.set()
+        assert await passing
+        await leaving
+        assert "log" not in vars(module)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
