@@ -1,6 +1,8 @@
 """The calling side: a pool of kept-alive streams to each peer."""
 
 import asyncio
+import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -99,6 +101,11 @@ class Caller:
         else:
             stream.used = True
             idle.append(stream)
+
+    def silent_s(self, peer: str) -> float:
+        """For how long nothing has come from a peer that owes us an answer; infinite if it owes none."""
+        heard_s = max((stream.heard_s for stream in self._busy if stream.peer == peer), default=-math.inf)
+        return time.monotonic() - heard_s
 
     def sweep(self) -> None:
         """To be called now and then: ends the streams that were not used since the last time."""

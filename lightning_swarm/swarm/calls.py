@@ -185,7 +185,7 @@ class ProbeRequest(Message):
 
 @dataclass(frozen=True)
 class Wait(Message):
-    """A fetch that has not been answered."""
+    """A fetch that has not been answered; ``seconds``: since when or, in a reduction, since when nothing has come."""
 
     peer: str
     key: str

@@ -173,6 +173,10 @@ class Node:
             return await self._answerer.answer_self(method, header, tensors, deadline_s)
         return await self._caller.call(peer, method, header, tensors, deadline_s, codec)
 
+    def silent_s(self, peer: str) -> float:
+        """For how many seconds nothing has come from a peer that owes this one an answer; infinite if it owes none."""
+        return self._caller.silent_s(peer)
+
     @property
     def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes sent and received so far, each by method; a request and its reply count under its method."""

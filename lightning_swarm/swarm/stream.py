@@ -7,6 +7,7 @@ that they will live in. What a frame means is left to its subclasses, in `openin
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ class Stream(asyncio.BufferedProtocol):
         self.limits = limits
         self.transport: asyncio.Transport | None = None
         self.bytes_in = 0  # of frames, since somebody set it to 0
+        self.heard_s = time.monotonic()  # when something came last
         self._scratch = scratch
         self._partial = bytearray()
         self._wanted = 1
@@ -117,6 +119,7 @@ class Stream(asyncio.BufferedProtocol):
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.heard_s = time.monotonic()
         try:
             if self._target is not None and len(self._target) >= _DIRECT_BYTES:
                 self._filled(nbytes)

@@ -466,10 +466,11 @@ class WorkerService:
         request = ProbeRequest.from_dict(header)
         prefix = "reduce/" if request.microbatch is None else f"{request.microbatch}/"
         now = time.monotonic()
-        waits = sorted(
-            (Wait(peer, key, now - began) for peer, key, began in self._fetches.values() if key.startswith(prefix)),
-            key=lambda wait: -wait.seconds,
-        )
+        fetches = [fetch for fetch in self._fetches.values() if fetch[1].startswith(prefix)]
+        if request.microbatch is None:
+            # A reduction's chunks share the links, and over a slow one all of them are long under way.
+            fetches = [(peer, key, max(began, now - self.node.silent_s(peer))) for peer, key, began in fetches]
+        waits = sorted((Wait(peer, key, now - since) for peer, key, since in fetches), key=lambda wait: -wait.seconds)
         offered_s = None if request.key is None else self.outbox.offered_s(request.key)
         executor = self.executor
         reply = ProbeReply(

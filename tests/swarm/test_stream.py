@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import math
 import os
 import random
+import time
 import tracemalloc
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ import uvloop
 from lightning_swarm._compat_hivemind import PeerID, p2pd_pb2
 from lightning_swarm.swarm import answering
 from lightning_swarm.swarm.answering import Answerer, _Answering, _AnsweringNeighbour
+from lightning_swarm.swarm.calling import Caller
 from lightning_swarm.swarm.codec import encode
 from lightning_swarm.swarm.errors import ProtocolError
 from lightning_swarm.swarm.frames import (
@@ -28,6 +31,7 @@ from lightning_swarm.swarm.frames import (
     unpack_header,
     unpack_prefix,
 )
+from lightning_swarm.swarm.opening import CallingStream
 from lightning_swarm.swarm.rpc import Context
 from lightning_swarm.swarm.shortcut import Shortcut, machine
 from lightning_swarm.swarm.stream import length_prefixed
@@ -328,3 +332,18 @@ def test_a_liar_cannot_lead_us_into_other_programs_sockets(path: str, ticket: by
     Shortcut("/tmp/lightning-swarm-x/direct.sock", bytes(32) + b"me").check("me")
     with pytest.raises(ProtocolError):
         Shortcut(path, ticket).check("me")
+
+
+def test_a_caller_knows_for_how_long_a_peer_that_owes_an_answer_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    caller, peer = Caller(Peer().context, shortcuts=False), CALLER.to_base58()
+    assert caller.silent_s(peer) == math.inf
+    one, other = (CallingStream(Peer().context, peer) for _ in range(2))
+    caller._busy |= {one, other, CallingStream(Peer().context, PeerID(b"\x12\x20" + bytes(31) + b"1").to_base58())}
+    now = 130.0
+    assert caller.silent_s(peer) == 30.0
+    other.get_buffer(1)[0] = 5
+    other.buffer_updated(1)
+    now = 131.0
+    assert caller.silent_s(peer) == 1.0

@@ -1,6 +1,7 @@
 """A worker takes part in nothing but the step, plan and session that it serves, and does not move for anything else."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, ReduceRequest, StateRequest
+from lightning_swarm.swarm.calls import CommitRequest, Group, GroupMember, ProbeRequest, ReduceRequest, StateRequest
 from lightning_swarm.swarm.errors import PeerStale
 from lightning_swarm.swarm.messages import Message
 from lightning_swarm.swarm.tree import encode_tree
@@ -303,3 +304,24 @@ def test_a_stage_that_ends_leaves_the_module_only_when_nothing_is_being_computed
         assert "log" not in vars(module)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_reduction_over_slow_links_waits_since_something_came_and_a_microbatch_since_it_was_asked_for(
+    stages: Stages,
+) -> None:
+    """Many chunks share a link, so none of them arrives for long although the link is well."""
+    served, now = Served(stages), time.monotonic()
+    served.service.node.silent_s = {"slow": 1.0, "dead": 60.0, "new": math.inf}.__getitem__  # type: ignore[method-assign]
+    served.service._fetches = {
+        0: ("slow", "reduce/0/0/stage0/slow/1", now - 100),
+        1: ("dead", "reduce/0/0/stage0/dead/1", now - 100),
+        2: ("new", "reduce/0/0/stage0/new/1", now - 30),
+        3: ("slow", "0:1/a1", now - 100),
+    }
+
+    async def waits(**about: Any) -> dict[str, int]:
+        header, _ = await served.service.probe("trainer", ProbeRequest(**about).to_dict(), [])
+        return {wait["peer"]: round(wait["seconds"]) for wait in header["waits"]}
+
+    assert asyncio.run(waits()) == {"dead": 60, "new": 30, "slow": 1}
+    assert asyncio.run(waits(microbatch="0:1")) == {"slow": 100}
