@@ -272,6 +272,9 @@ class StepEnd:
         """
         started = time.monotonic()
         tasks = {worker.peer: asyncio.ensure_future(call(worker)) for worker in workers}
+        for task in tasks.values():
+            # Nobody asks those that fail when it is clear already that all of them begin again.
+            task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
         stages = {worker.peer: worker.stage for worker in workers}
         replies: dict[str, Any] = {}
         errors: dict[str, SwarmError] = {}
