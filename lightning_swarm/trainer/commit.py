@@ -440,13 +440,16 @@ def _culprits(errors: dict[str, SwarmError], members: Collection[str]) -> dict[s
     """Those who made a reduction fail, out of what the members say.
 
     Whoever did not answer the trainer, or could not take part, is to blame, and complaints about others follow from
-    that. If all answer and complain, the one that most complain about goes.
+    that. If all answer and complain, the one that most complain about goes. Where a member has broken off one of its
+    sums only because another one had failed, that says nothing of it.
     """
     direct = {peer: error for peer, error in errors.items() if not isinstance(error, SourceFailed)}
     if direct:
         return direct
+    broken_off = asyncio.CancelledError.__name__
+    telling = {peer: e for peer, e in errors.items() if getattr(e, "cause", None) != broken_off} or errors
     accused: dict[str, list[SwarmError]] = {}
-    for peer, error in errors.items():
+    for peer, error in telling.items():
         accused.setdefault(error.peer if error.peer in members else peer, []).append(error)  # type: ignore[arg-type]
     culprit = max(sorted(accused), key=lambda peer: len(accused[peer]))
     return {culprit: accused[culprit][0]}

@@ -38,6 +38,14 @@ def test_among_the_living_the_one_that_most_complain_about_goes_alone() -> None:
     assert culprits(a=complaint("a stranger")) == {"a"}
 
 
+def test_who_has_broken_off_a_sum_because_another_one_had_failed_is_innocent() -> None:
+    liar = SourceFailed("it has another shape", "c", "ProtocolError")
+    broken_off = SourceFailed("a did not deliver", "a", "CancelledError")
+    for errors in ({"a": liar, "b": broken_off, "c": broken_off}, {"b": broken_off, "c": broken_off, "a": liar}):
+        assert _culprits(errors, {"a", "b", "c"}) == {"c": liar}
+    assert _culprits({"b": broken_off}, {"a", "b", "c"}) == {"a": broken_off}
+
+
 def test_a_step_that_cannot_be_reduced_ends_the_run_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "_MOST_ATTEMPTS", 3)
     monkeypatch.setattr(commit, "_BUSY_S", 0.0)
