@@ -36,7 +36,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def pause_s(failures: int) -> float:
     """Seconds before the start that follows so many failures in a row: 1, 2, 4, ... up to 60."""
-    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1))
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(failures - 1, 32))
 
 
 class Supervisor:
