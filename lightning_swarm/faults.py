@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.swarm.errors import PeerBusy, SwarmError
+from lightning_swarm.swarm.loop import unheard
 from lightning_swarm.swarm.parts import is_part
 from lightning_swarm.worker.executor import PROCESS_GENERATORS, Priority
 
@@ -250,7 +251,7 @@ class Faults:
 
         if worker.service is not None:
             waiting = asyncio.ensure_future(worker.service.executor.do(Priority.COMMIT, wait))
-            waiting.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+            unheard(waiting)
 
 
 def _scene(worker: "WorkerPeer", call: str, caller: str, header: dict[str, Any]) -> _Scene:

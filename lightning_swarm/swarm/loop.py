@@ -149,6 +149,11 @@ def result_of(future: "concurrent.futures.Future[_T]", timeout_s: float | None =
                 raise
 
 
+def unheard(future: "asyncio.Future[Any]") -> None:
+    """Nobody may be left to hear of this future's error, which is no mistake: asyncio shall not report it."""
+    future.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+
+
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     """Cancels tasks and waits until they have ended, though not for ever: one may not listen."""
     pending = [task for task in tasks if task is not asyncio.current_task()]

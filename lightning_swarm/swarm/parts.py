@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_swarm.swarm.codec import MAX_DIMENSIONS
 from lightning_swarm.swarm.errors import ProtocolError
+from lightning_swarm.swarm.loop import unheard
 from lightning_swarm.swarm.messages import Message
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Entry, Outbox, fetch
@@ -93,7 +94,7 @@ async def take(
     key = secrets.token_hex(8)
     prefix = _prefix(method, node.peer_id, key)
     asking = asyncio.ensure_future(node.call(peer, method, {**request, "key": key}, deadline_s=_DEADLINE_S))
-    asking.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+    unheard(asking)
 
     async def part(number: int) -> Entry:
         fetching = asyncio.ensure_future(fetch(node, peer, f"{prefix}{number}", deadline_s=_PART_DEADLINE_S))

@@ -41,6 +41,7 @@ from lightning_swarm.swarm.errors import (
     SourceFailed,
     SwarmError,
 )
+from lightning_swarm.swarm.loop import unheard
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.tree import encode_tree
 from lightning_swarm.trainer.pipeline import Pipeline, check_links, probe
@@ -273,8 +274,7 @@ class StepEnd:
         started = time.monotonic()
         tasks = {worker.peer: asyncio.ensure_future(call(worker)) for worker in workers}
         for task in tasks.values():
-            # Nobody asks those that fail when it is clear already that all of them begin again.
-            task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+            unheard(task)  # When one has failed, all of them begin again, whatever becomes of the others.
         stages = {worker.peer: worker.stage for worker in workers}
         replies: dict[str, Any] = {}
         errors: dict[str, SwarmError] = {}

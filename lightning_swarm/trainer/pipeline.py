@@ -34,6 +34,7 @@ from lightning_swarm.swarm.errors import (
     SourceFailed,
     SwarmError,
 )
+from lightning_swarm.swarm.loop import unheard
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.tree import decode_tree
 from lightning_swarm.trainer.flight import Flight
@@ -259,8 +260,7 @@ class Pipeline:
         call = asyncio.ensure_future(
             self._node.call(worker, "process", task.to_dict(), tensors, deadline_s=_SOURCE_DEADLINE_S)
         )
-        # It may fail at the moment when its answer is not wanted any more.
-        call.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+        unheard(call)  # It may fail at the moment when its answer is not wanted any more.
         changed = asyncio.ensure_future(flight.rerouted[stage].wait())
         try:
             while True:

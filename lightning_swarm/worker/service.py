@@ -40,6 +40,7 @@ from lightning_swarm.swarm.calls import (
     buffers_group,
 )
 from lightning_swarm.swarm.errors import PeerStale, ProtocolError
+from lightning_swarm.swarm.loop import unheard
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox, fetch
 from lightning_swarm.swarm.parts import give, is_part
@@ -297,8 +298,7 @@ class WorkerService:
         commit = asyncio.ensure_future(self._commit(self._serving(request.session), request))
         self._commits.add(commit)
         commit.add_done_callback(self._commits.discard)
-        # Nobody may be left to hear of an error.
-        commit.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+        unheard(commit)
         await asyncio.shield(commit)
         return {}, []
 
