@@ -96,6 +96,11 @@ def wait(strategy: Any, condition: Callable[[], bool]) -> None:
         strategy._peer.run(asyncio.sleep(0.02))
 
 
+def logged(strategy: Any) -> None:
+    """Wait until the gradients of the last step have come to the trainer."""
+    strategy._peer.run(strategy._session._gradient_log.settle())
+
+
 def digests(strategy: Any, stage: int) -> set[str]:
     """Of the states of all workers of a stage: one if they are the same bit for bit."""
     session = strategy._session

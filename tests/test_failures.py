@@ -15,7 +15,7 @@ from lightning_swarm.testing import Fault, Faults
 from lightning_swarm.trainer import roster, session
 from lightning_swarm.trainer.roster import Roster
 from lightning_swarm.trainer.session import Session
-from tests.harness import AllAtWork, Meddling, Outcome, difference, fit_swarm, ready, wait
+from tests.harness import AllAtWork, Meddling, Outcome, difference, fit_swarm, logged, ready, wait
 from tests.models import CASES, GPT, Regressor
 
 CASE = CASES["gpt"]
@@ -157,6 +157,7 @@ class KillAtEnd(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
+        logged(strategy)
         strategy._local.kill(strategy._session.roster.at_stage(self.stage)[0].peer)
         strategy._local.start(100)
 

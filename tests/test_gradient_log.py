@@ -15,7 +15,7 @@ from lightning_swarm.faults import Moment
 from lightning_swarm.swarm import node, parts
 from lightning_swarm.swarm.frames import Limits
 from lightning_swarm.testing import Fault, Faults
-from tests.harness import Outcome, difference, fit_swarm
+from tests.harness import Outcome, difference, fit_swarm, logged
 from tests.models import CASES, GPT, Regressor
 
 STEPS = 7
@@ -43,7 +43,7 @@ class Successors(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         strategy: Any = trainer.strategy
-        strategy._peer.run(strategy._session._gradient_log.settle())
+        logged(strategy)
         if index == 1:
             threading.Thread(target=self._start, args=(trainer.strategy,), daemon=True).start()
 

@@ -19,7 +19,7 @@ from lightning_swarm.policies.rebalancing import Move, PaperRebalancer, Rebalanc
 from lightning_swarm.policies.utilization import SwarmLoad
 from lightning_swarm.swarm.calls import LoadRecord
 from lightning_swarm.trainer.roster import Roster
-from tests.harness import Outcome, difference, digests, fit_swarm, wait
+from tests.harness import Outcome, difference, digests, fit_swarm, logged, wait
 from tests.models import CASES, GPT, Regressor
 
 CASE = CASES["gpt"]
@@ -245,6 +245,7 @@ def test_a_stage_that_others_have_left_is_rebuilt_from_its_logged_gradients(undi
     def lose(strategy: Any) -> None:
         arrival(strategy)
         assert counts(strategy) == [1, 3]
+        logged(strategy)
         strategy._local.kill(strategy._session.roster.at_stage(0)[0].peer)
         strategy._local.start(100)
 

@@ -2,7 +2,8 @@
 
 A deadline follows the median and the spread of the peer's own durations, so one that is twenty times slower than its
 neighbours simply gets a twenty times longer one. A peer that nobody has measured yet gets a generous deadline from the
-others of its stage. After a timeout the peer's next deadline doubles until it answers again: a worker that has become
+others of its stage, and from how long each of them took the first time, when there was something to compile or to load.
+After a timeout the peer's next deadline doubles until it answers again: a worker that has become
 slow is then measured instead of being timed out for ever.
 """
 
@@ -15,6 +16,8 @@ from statistics import median
 __all__ = ["Deadlines"]
 
 _LONGEST_BACKOFF = 64.0
+_FIRSTS = 8
+"""Of how many peers of a stage the first duration is remembered."""
 
 
 @dataclass(slots=True)
@@ -55,7 +58,7 @@ class Deadlines:
         ceiling_s: no deadline is longer, whatever was measured.
         initial_s: the deadline while nobody of the stage has been measured. Raise it when the first microbatch
             compiles.
-        factor: multiple of the median that is still ordinary.
+        factor: multiple of the median that is still ordinary; for a peer's first call, of what others took for theirs.
         spreads: multiple of the spread that is added.
         unknown_factor: multiple of the stage's median for a peer without history: how much slower than the typical
             worker a newcomer may be.
@@ -70,6 +73,8 @@ class Deadlines:
     unknown_factor: float = 20.0
     window: int = 32
     _histories: dict[tuple[str, str], _History] = field(default_factory=dict)
+    _firsts: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
+    """By stage and call, the first durations of the peers that came last."""
 
     def __post_init__(self) -> None:
         if not 0 < self.floor_s <= self.initial_s <= self.ceiling_s:
@@ -80,7 +85,10 @@ class Deadlines:
 
     def completed(self, peer: str, stage: int, call: str, duration_s: float) -> None:
         """Record how long a call took, from sending to the reply. A change of stage starts a new history."""
-        self._history(peer, stage, call).add(duration_s)
+        history = self._history(peer, stage, call)
+        if not history.durations:
+            self._firsts.setdefault((stage, call), deque(maxlen=_FIRSTS)).append(duration_s)
+        history.add(duration_s)
 
     def timed_out(self, peer: str, stage: int, call: str) -> None:
         """Record that a deadline passed: the peer's next one is twice as long."""
@@ -116,6 +124,8 @@ class Deadlines:
         else:
             others = self.stage_median_s(stage, call)
             allowed = self.initial_s if others is None else self.unknown_factor * others * (1 + ahead)
+            if firsts := self._firsts.get((stage, call)):
+                allowed = max(allowed, self.factor * median(firsts))
         backoff = history.backoff if history is not None else 1.0
         return min(max(allowed, self.floor_s) * backoff, self.ceiling_s)
 

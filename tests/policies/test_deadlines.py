@@ -30,6 +30,19 @@ def test_new_peer_gets_a_generous_deadline_from_its_stage(known: dict[str, float
     assert measured(known).deadline_s("new", 0, "process") == pytest.approx(expected, rel=0.1)
 
 
+def test_new_peer_may_take_as_long_for_its_first_call_as_others_took_for_theirs() -> None:
+    deadlines = Deadlines()
+    for peer, first in (("a", 40.0), ("b", 30.0), ("c", 500.0)):
+        deadlines.completed(peer, 0, "process", first)
+        for _ in range(32):
+            deadlines.completed(peer, 0, "process", 0.1)
+    assert deadlines.deadline_s("new", 0, "process") == pytest.approx(120.0)
+    deadlines.completed("new", 0, "process", 50.0)
+    for _ in range(32):
+        deadlines.completed("new", 0, "process", 0.1)
+    assert deadlines.deadline_s("new", 0, "process") == 2.0
+
+
 def test_other_stages_and_calls_say_nothing() -> None:
     deadlines = measured({"a": 0.01})
     assert deadlines.deadline_s("new", 1, "process") == 120.0

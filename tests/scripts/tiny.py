@@ -4,6 +4,9 @@ import json
 import os
 import sys
 
+if __name__ == "__main__":
+    import tests.scripts.light  # noqa: F401
+
 if sys.argv[1:] == ["broken worker"] and os.environ.get("LIGHTNING_SWARM_ROLE") == "worker":
     raise RuntimeError("this worker is broken")
 

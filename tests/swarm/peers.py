@@ -129,4 +129,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    import tests.scripts.light  # noqa: F401
+
     main()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_swarm._compat_hivemind import P2PDaemonError, PeerID, attach
 from lightning_swarm.swarm.errors import (
     CallerError,
     DeadlineExceeded,
@@ -271,6 +272,23 @@ def test_calls_take_the_way_that_they_should(pair: Pair, request: pytest.Fixture
 
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_peer_relays_for_nobody(pair: Pair) -> None:
+    """To be a relay is the daemon's default, and costs time and memory at its start."""
+
+    async def ask(protocol: str) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            p2p = await attach(f"/unix{pair.caller._context.control_path}", directory)
+            try:
+                *_, writer = await p2p._client.stream_open(PeerID.from_base58(pair.callee.peer_id), [protocol])
+                writer.close()
+            finally:
+                await p2p.shutdown()
+
+    pair.caller.run(ask("/ipfs/id/1.0.0"))
+    with pytest.raises(P2PDaemonError, match="protocols not supported"):
+        pair.caller.run(ask("/libp2p/circuit/relay/0.2.0/hop"))
 
 
 def test_starting_and_closing_again_and_again_leaves_nothing() -> None:
