@@ -267,7 +267,6 @@ class SwarmLauncher(Launcher):
 
     def __init__(self, strategy: "SwarmStrategy") -> None:
         self._strategy = strategy
-        self._registered = False
 
     @property
     @override
@@ -279,9 +278,8 @@ class SwarmLauncher(Launcher):
         """Run one Lightning call in this process's role."""
         assert trainer is not None
         SwarmLauncher.calls += 1
-        if not self._registered:
-            atexit.register(self._strategy.shutdown)
-            self._registered = True
+        atexit.unregister(self._strategy.shutdown)  # Once is enough, however many calls there are.
+        atexit.register(self._strategy.shutdown)
         if self._strategy.role == "worker":
             return self._serve(function, trainer, args, kwargs)
         choose_checkpoint(trainer, self._strategy.choose_checkpoint)

@@ -1,5 +1,6 @@
 """SwarmStrategy: the one class that knows both Lightning and the swarm."""
 
+import atexit
 import contextlib
 import importlib.metadata
 import inspect
@@ -611,6 +612,7 @@ class SwarmStrategy(Strategy):
 
     def shutdown(self) -> None:
         """End the peer and local workers. Idempotent; called at the exit of the process."""
+        atexit.unregister(self.shutdown)  # It would keep the module and its optimizer alive until then.
         peer, self._peer = self._peer, None
         local, self._local = self._local, None
         if peer is None:

@@ -1,8 +1,11 @@
 """Workers vanish in the middle of a step, and the weights are those of an undisturbed run, bit for bit."""
 
 import asyncio
+import gc
+import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -112,6 +115,23 @@ def test_all_workers_of_the_swarm_vanish(undisturbed: Outcome) -> None:
     kill = Kill({5: [0, 1, 2]}, replace=True)
     _same(fit([kill], workers=3), undisturbed)
     assert kill.killed == 3
+
+
+def test_a_run_that_is_over_keeps_no_module_alive(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither that of a worker that vanished, nor the trainer's."""
+    # What pytest keeps of the log holds errors, and these the frames that they passed through.
+    caplog.set_level(logging.CRITICAL, "lightning_swarm")
+    modules: list[weakref.ref[pl.LightningModule]] = []
+
+    def make_known() -> pl.LightningModule:
+        module = make()
+        modules.append(weakref.ref(module))
+        return module
+
+    fit_swarm(make_known, CASE.loader(STEPS), 3, swarm={"workers": 4}, callbacks=[Kill({3: [0]}, replace=True)])
+    gc.collect()
+    alive = [i for i, module in enumerate(modules) if module() is not None]
+    assert (len(modules), alive) == (6, [])
 
 
 class KillAlways(Meddling):

@@ -144,6 +144,10 @@ class Daemon:
         except asyncio.TimeoutError as error:
             raise SwarmError(f"libp2p's daemon p2pd did not start within {timeout_s:.0f} s.") from error
 
+    def expect_end(self) -> None:
+        """From now on it may end by itself, as it does when its last client lets go."""
+        self._closed = True
+
     def _end_lease(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:

@@ -206,6 +206,7 @@ class Node:
             await daemon.start(self._daemon_ended, timeout_s)
             p2p = await attach(daemon.control_maddr, daemon.directory)
             stack.push_async_callback(p2p.shutdown)
+            stack.callback(daemon.expect_end)
             self.peer_id = p2p.peer_id.to_base58()
             self.maddrs = [str(maddr) for maddr in await p2p.get_visible_maddrs()]
             codecs = ThreadPoolExecutor(1, thread_name_prefix="lightning-swarm-codec")

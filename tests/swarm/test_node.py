@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm._compat_hivemind import P2PDaemonError, PeerID, attach
+from lightning_swarm._compat_hivemind import P2P, P2PDaemonError, PeerID, attach
 from lightning_swarm.swarm.errors import (
     CallerError,
     DeadlineExceeded,
@@ -310,6 +310,22 @@ def start_and_close_again_and_again(directory: Path) -> None:
     for use in (lambda: second.run(asyncio.sleep(0)), lambda: second.spawn(asyncio.sleep(0), "late")):
         with pytest.raises(NodeClosed):
             use()
+
+
+def test_a_daemon_that_ends_by_itself_while_its_node_is_being_closed_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutdown = P2P.shutdown
+
+    async def slowly(p2p: P2P) -> None:
+        await shutdown(p2p)
+        while Path(node._context.control_path).exists():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(P2P, "shutdown", slowly)
+    node = Node(run_id="slow")
+    node.close()
+    assert not caplog.messages
 
 
 def test_closing_fails_those_who_wait() -> None:
