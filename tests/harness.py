@@ -48,9 +48,15 @@ class _Watch(pl.Callback):
         self.outcome.optimizer = copy.deepcopy(trainer.strategy.optimizer_state(trainer.optimizers[0]))
 
 
-def times(number: int, usually: int = 4) -> list[Any]:
+def times(number: int, usually: int = 2) -> list[Any]:
     """Parameters of a test that is to be made again and again; all but a few are left to the long run."""
-    return [pytest.param(k, marks=pytest.mark.chaos if k >= usually else ()) for k in range(number)]
+    return [*range(usually), *long_run(*range(usually, number))]
+
+
+def long_run(*values: Any) -> list[Any]:
+    """Parameters of a test that are left to the long run, each a value or a tuple of them."""
+    marks = pytest.mark.chaos
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks) for value in values]
 
 
 class AllAtWork(pl.Callback):

@@ -18,7 +18,7 @@ from lightning_swarm.testing import Fault, Faults
 from lightning_swarm.trainer import roster, session
 from lightning_swarm.trainer.roster import Roster
 from lightning_swarm.trainer.session import Session
-from tests.harness import AllAtWork, Meddling, Outcome, difference, fit_swarm, logged, ready, wait
+from tests.harness import AllAtWork, Meddling, Outcome, difference, fit_swarm, logged, long_run, ready, wait
 from tests.models import CASES, GPT, Regressor
 
 CASE = CASES["gpt"]
@@ -86,7 +86,7 @@ def _same(run: Outcome, undisturbed: Outcome) -> None:
     assert difference(run.optimizer, undisturbed.optimizer) == 0.0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, *long_run(0, 2)])
 def test_one_of_two_workers_of_a_stage_vanishes(stage: int, undisturbed: Outcome) -> None:
     kill = Kill({3: [stage]}, replace=False)
     run = fit([kill], workers=6)
@@ -102,7 +102,7 @@ def test_workers_of_two_stages_vanish_in_one_step_and_others_come(undisturbed: O
     assert kill.killed == 3
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2, *long_run(1)])
 def test_the_last_worker_of_a_stage_vanishes(stage: int, undisturbed: Outcome) -> None:
     kill = Kill({4: [stage]}, replace=True)
     run = fit([kill], workers=3)

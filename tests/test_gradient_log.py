@@ -2,6 +2,7 @@
 done again, and the weights are those of an undisturbed run, bit for bit.
 """
 
+import itertools
 import threading
 from collections import Counter
 from functools import partial
@@ -15,7 +16,7 @@ from lightning_swarm.faults import Moment
 from lightning_swarm.swarm import node, parts
 from lightning_swarm.swarm.frames import Limits
 from lightning_swarm.testing import Fault, Faults
-from tests.harness import Outcome, difference, fit_swarm, logged
+from tests.harness import Outcome, difference, fit_swarm, logged, long_run
 from tests.models import CASES, GPT, Regressor
 
 STEPS = 7
@@ -84,8 +85,11 @@ def _same(run: Outcome, undisturbed: Outcome) -> None:
     assert difference(run.optimizer, undisturbed.optimizer) == 0.0
 
 
-@pytest.mark.parametrize("moment", ["forward", "accumulated", "reduce", "reduced"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+_USUAL = [(0, "reduced"), (1, "forward"), (1, "reduce"), (2, "accumulated")]
+_OTHERS = sorted(set(itertools.product((0, 1, 2), ("forward", "accumulated", "reduce", "reduced"))) - set(_USUAL))
+
+
+@pytest.mark.parametrize(("stage", "moment"), [*_USUAL, *long_run(*_OTHERS)])
 def test_no_step_is_done_again(stage: int, moment: Moment, undisturbed: Outcome) -> None:
     run, counters = fit(Fault("kill", moment, stage=stage, step=2), Fault("kill", moment, stage=stage, step=5))
     _same(run, undisturbed)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_swarm.worker.state import fetch_state
-from tests.harness import Outcome, assert_same_training, difference, fit_plain, fit_swarm, ready, wait
+from tests.harness import Outcome, assert_same_training, difference, fit_plain, fit_swarm, long_run, ready, wait
 from tests.models import CASES, GPT, Regressor
 
 
@@ -53,8 +53,10 @@ def _fit(make: Any, workers: int, stages: int, replicas: _Replicas | None = None
     return fit_swarm(make, CASES["gpt"].loader(8), stages, swarm=swarm, callbacks=callbacks, **more)
 
 
-@pytest.mark.parametrize(("stages", "workers"), [(2, 4), (3, 6), (4, 8)])
-@pytest.mark.parametrize("clip", [None, 0.1], ids=["", "clipped"])
+@pytest.mark.parametrize(
+    ("stages", "workers", "clip"),
+    [(2, 4, None), (3, 6, 0.1), (4, 8, None), *long_run((2, 4, 0.1), (3, 6, None), (4, 8, 0.1))],
+)
 def test_weights_are_those_of_one_process(stages: int, workers: int, clip: float | None) -> None:
     def make() -> pl.LightningModule:
         return GPT(tied=True)

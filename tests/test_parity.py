@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.harness import assert_same_training, difference, fit_plain, fit_swarm
+from tests.harness import assert_same_training, difference, fit_plain, fit_swarm, long_run
 from tests.models import CASES, GPT, Regressor
 
 MICROBATCHES = 4
@@ -15,13 +15,8 @@ MICROBATCHES = 4
 
 @pytest.mark.parametrize(
     ("cuts", "optimizer"),
-    [
-        ("automatic", "adamw"),
-        ("named", "sgd"),
-        # The optimizer knows nothing of the cuts: the other two are for the long run.
-        pytest.param("automatic", "sgd", marks=pytest.mark.chaos),
-        pytest.param("named", "adamw", marks=pytest.mark.chaos),
-    ],
+    # The optimizer knows nothing of the cuts.
+    [("automatic", "adamw"), ("named", "sgd"), *long_run(("automatic", "sgd"), ("named", "adamw"))],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_with_every_cut(name: str, cuts: str, optimizer: str) -> None:
