@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import threading
 import time
 import weakref
@@ -349,6 +350,7 @@ class Malformed(Meddling):
     [
         ("process", {"effects": {"__tensor__": 99}}),
         ("process", {"transfers": [1.0]}),
+        ("process", {"compute_s": math.nan}),
         ("reduce", {"squared_norms": {}}),
     ],
 )

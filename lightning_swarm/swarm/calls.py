@@ -4,10 +4,18 @@
 All are idempotent: a repeated call finds its work done and answers the same.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_swarm.swarm.messages import Message
+
+
+def _check_measured(*values: float) -> None:
+    """Durations and counts are finite and not negative; whoever computes with them relies on it."""
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{value} was never measured")
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,9 @@ class TaskReply(Message):
     duplicate: bool
     """Whether the microbatch was done before the task came."""
 
+    def __post_init__(self) -> None:
+        _check_measured(self.compute_s, self.held_bytes, *self.transfers.values())
+
 
 @dataclass(frozen=True)
 class GroupMember(Message):
@@ -191,6 +202,9 @@ class Wait(Message):
     key: str
     seconds: float
 
+    def __post_init__(self) -> None:
+        _check_measured(self.seconds)
+
 
 @dataclass(frozen=True)
 class ProbeReply(Message):
@@ -206,16 +220,22 @@ class ProbeReply(Message):
     usual_s: float = 0.0
     """How long the slowest kind of closures took on average so far."""
 
+    def __post_init__(self) -> None:
+        _check_measured(self.computing_s, self.queued, self.offered_s or 0.0, self.usual_s)
+
 
 @dataclass(frozen=True)
 class ReduceReply(Message):
     """What the trainer needs to know of the reduced gradients."""
 
     squared_norms: dict[str, float]
-    """By group, of the summed gradients."""
-    finite: bool
+    """By group, of the summed gradients; not finite if these are not."""
     absent: tuple[str, ...]
     """Parameters that got no gradient at this worker (an optimizer skips what nobody has a gradient for)."""
+
+    def __post_init__(self) -> None:
+        if any(norm < 0 for norm in self.squared_norms.values()):
+            raise ValueError(f"a squared norm is not negative: {self.squared_norms}")
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ _BUSY_S = 0.1
 _MOST_REFUSALS = 50
 _CAUSES = {
     DeadlineExceeded.__name__: Cause.TIMEOUT,
+    PeerBusy.__name__: Cause.BUSY,
     ProtocolError.__name__: Cause.PROTOCOL,
     RemoteError.__name__: Cause.FAILED,
 }
@@ -96,6 +97,8 @@ class _Step:
     """Whether somebody sent NaN, so that the next attempts take it as it is, and their norm says whose it was."""
     suspect: tuple[str, int] | None = None
     """Who sent it, given up since, and its stage."""
+    problem: SwarmError | None = None
+    """Why the last attempt failed."""
 
 
 class StepEnd:
@@ -178,13 +181,15 @@ class StepEnd:
                     self._pipeline.forget()
                     committed()
                     return keepers
-        raise SwarmError(f"Step {step} could not be reduced in {_MOST_ATTEMPTS} attempts.")
+        why = self._step.problem or "each time somebody had to do again what another one had lost"
+        raise SwarmError(f"Step {step} could not be reduced in {_MOST_ATTEMPTS} attempts; the last time: {why}")
 
     def _judge(self) -> None:
         """All is reduced: if the gradients of a step in which somebody sent NaN have none without it, it was wrong."""
         if not self._step.doubted:
             return
         if not math.isfinite(sum(reduced.squared_norm for reduced in self._step.reduced.values())):
+            log.warning("Nor are the gradients finite without it: from now on that is taken for the model's own.")
             self._allow_nan = True
             self._roster.counters["NaN accepted"] += 1
         elif self._step.suspect is not None:
@@ -238,11 +243,12 @@ class StepEnd:
         replies, errors = await self._call_all(workers, reduce, "reduce")
         if errors:
             for peer, error in _culprits(errors, members).items():
+                self._step.problem = error
                 if isinstance(error, SourceFailed) and error.cause == NotFinite.__name__:
                     self._doubt(peer, error)
                 elif isinstance(error, PeerBusy) or getattr(error, "cause", None) == PeerBusy.__name__:
                     self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
-                    await asyncio.sleep(_BUSY_S)
+                    await asyncio.sleep(_pause_s(attempt))
                 else:
                     self._give_up(peer, "reduce", error)
         if len(replies) < len(members):
@@ -381,7 +387,7 @@ class StepEnd:
                     self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
                     if refusal == _MOST_REFUSALS - 1:
                         raise
-                    await asyncio.sleep(_BUSY_S)
+                    await asyncio.sleep(_pause_s(refusal))
 
         _, errors = await self._call_all(list(self._roster.workers.values()), commit, "commit")
         for peer, error in errors.items():
@@ -430,6 +436,11 @@ def _keeper(workers: Sequence[Worker], step: int) -> str:
     """Who of a stage's workers keeps what it makes a step with: another one each time, and none that moves away."""
     staying = [worker for worker in workers if worker.moving_to is None] or workers
     return staying[step % len(staying)].peer
+
+
+def _pause_s(attempt: int) -> float:
+    """How long to leave a worker alone that has refused so often."""
+    return _BUSY_S * 2 ** min(attempt, 5)
 
 
 def _held(group: Group, holdings: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:

@@ -152,6 +152,7 @@ class Pipeline:
     async def _hop(self, flight: Flight, stage: int) -> None:
         """One stage of one microbatch, until a worker has done it."""
         retried = False
+        problem: SwarmError | None = None
         for attempt in range(_MOST_ATTEMPTS):
             worker = flight.route[stage]
             membership = self._roster.workers.get(worker)
@@ -172,12 +173,13 @@ class Pipeline:
             except _Rerouted:
                 continue
             except SourceFailed as error:
-                retried = error.cause != Evicted.__name__
-                await self._blame_source(flight, stage, worker, error)
+                problem, retried = error, error.cause != Evicted.__name__
+                await self._blame_source(flight, stage, worker, error, attempt)
                 continue
             except tuple(_CAUSES) as error:
                 if self._concerns_all(flight, stage, worker, error):
                     raise
+                problem = error
                 self._blame(flight, stage, membership, error)
                 if flight.route[stage] == worker:
                     await self._reroute(flight, stage, excluding=worker)
@@ -196,14 +198,17 @@ class Pipeline:
                 self._tell_stages_done(stage)
             self._judge(flight, stage)
             return
-        raise SwarmError(f"Microbatch {flight.name} failed {_MOST_ATTEMPTS} times at stage {stage}; giving up.")
+        why = problem or "each time its worker was replaced"
+        raise SwarmError(
+            f"Microbatch {flight.name} failed {_MOST_ATTEMPTS} times at stage {stage}; the last time: {why}"
+        )
 
     async def _remake(self, flight: Flight, stage: int, output: Literal["activation", "gradient"]) -> None:
         """Have a worker make again what its outbox has evicted; whose sources were evicted, too, comes back here.
 
         When this returns, whoever needs it asks again: the worker may have been replaced instead.
         """
-        for _ in range(_MOST_ATTEMPTS):
+        for attempt in range(_MOST_ATTEMPTS):
             worker = flight.route[stage]
             membership = self._roster.workers.get(worker)
             if membership is None:
@@ -214,11 +219,11 @@ class Pipeline:
             except _Rerouted:
                 continue
             except SourceFailed as error:
-                await self._blame_source(flight, stage, worker, error)
+                await self._blame_source(flight, stage, worker, error, attempt)
                 continue
             except PeerBusy:
                 self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
-                await asyncio.sleep(_BUSY_S)
+                await asyncio.sleep(_pause_s(attempt))
                 continue
             except tuple(_CAUSES) as error:
                 if self._concerns_all(flight, stage, worker, error):
@@ -290,8 +295,8 @@ class Pipeline:
             )
         await check_links(self._node, self._roster, worker, status, patience_s)
 
-    async def _blame_source(self, flight: Flight, stage: int, worker: str, error: SourceFailed) -> None:
-        """A worker could not get something from its neighbour."""
+    async def _blame_source(self, flight: Flight, stage: int, worker: str, error: SourceFailed, attempt: int) -> None:
+        """A worker could not get something from its neighbour, not for the first time if ``attempt`` is more than 0."""
         neighbour = next(
             (s for s in (stage - 1, stage + 1) if 0 <= s < len(flight.route) and flight.route[s] == error.peer), None
         )
@@ -303,7 +308,7 @@ class Pipeline:
         log.debug("Microbatch %s: %s cannot reach %s: %s", flight.name, worker[-6:], error.peer[-6:], error)
         if error.cause == PeerBusy.__name__:
             self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
-            await asyncio.sleep(_BUSY_S)
+            await asyncio.sleep(_pause_s(attempt))
             return
         if error.cause == NotFinite.__name__:
             await self._doubt(flight, stage, neighbour, error)
@@ -312,7 +317,8 @@ class Pipeline:
             await self._replace(flight, neighbour, error, Cause.PROTOCOL)
             return
         try:
-            await probe(self._node, error.peer, ProbeRequest(flight.name))
+            with contextlib.suppress(PeerBusy):  # That is an answer.
+                await probe(self._node, error.peer, ProbeRequest(flight.name))
             reachable = error.cause in ("PeerUnreachable", "DeadlineExceeded")
         except SwarmError:
             reachable = False
@@ -477,6 +483,11 @@ async def check_links(node: Node, roster: Roster, worker: str, status: ProbeRepl
                 wait.peer,
                 DeadlineExceeded.__name__,
             )
+
+
+def _pause_s(attempt: int) -> float:
+    """How long to leave a worker alone that has refused so often."""
+    return _BUSY_S * 2 ** min(attempt, 5)
 
 
 class _Rerouted(Exception):

@@ -210,7 +210,8 @@ class Roster:
                 return
             self._check()
             now = time.monotonic()
-            others_can = now - started > _NEWCOMER_S and any(len(self.at_stage(s)) > 1 for s in range(self.stages))
+            newcomer_s = min(_NEWCOMER_S, self._startup_timeout_s / 2)
+            others_can = now - started > newcomer_s and any(len(self.at_stage(s)) > 1 for s in range(self.stages))
             for stage in empty:
                 if self.at_stage(stage, ready=False):
                     self._abandoned.discard(stage)
@@ -407,11 +408,12 @@ class Roster:
 
     def ban_link(self, name: str) -> None:
         """Two workers cannot reach each other, though the trainer reaches both."""
-        self.counters["links banned"] += 1
         now = time.monotonic()
         ban = self.bans.report(now, name, Cause.LINK)
         source, _, target = name.partition(">")
         if ban is not None:
+            fetcher = self.workers.get(target)
+            self.tally.link_banned(name, fetcher.stage if fetcher is not None else -1, ban.until_s - now)
             log.warning("The link from %s to %s is left for %.0f s", source[-6:], target[-6:], ban.until_s - now)
         self._links.cut(source, target)
         self._cut_links.add(name)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.policies.banning import BanList
+from lightning_swarm.policies.banning import BanList, Cause
 from lightning_swarm.policies.rebalancing import RebalancingPolicy
 from lightning_swarm.slicing.plan import Plan, StepSignature
 from lightning_swarm.slicing.seeds import replay_seed
@@ -41,6 +41,7 @@ from lightning_swarm.swarm.errors import (
     DeadlineExceeded,
     PeerStale,
     PeerUnreachable,
+    ProtocolError,
     SwarmError,
 )
 from lightning_swarm.swarm.node import Node
@@ -128,7 +129,7 @@ class Session:
         origin: The whole model.
         settings: The strategy's.
         check: Raises what makes waiting for workers pointless.
-        joined: Called with the local index and the stage of each worker that joins.
+        joined: Called with the local index and the stage of each worker that has joined: it holds its stage's state.
         write_snapshot: Puts the origin on disk, called on a thread with its step and Lightning's position there.
         kept: Which workers hold what the origin holds, when this trainer was started again.
     """
@@ -241,7 +242,6 @@ class Session:
             worker.rebuilds = assignment.donors == (self._node.peer_id,) and self.origin.version < self.step
             self._watches = {watch for watch in self._watches if not watch.done()}
             self._watches.add(asyncio.create_task(self._watch(worker, self.roster, self.pipeline), name="newcomer"))
-            self._joined(request.local_index, stage)
         log.info("Worker %s (%s) joins stage %d", caller[-6:], request.device, stage)
         return JoinReply("serve", assignment.to_dict()).to_dict(), []
 
@@ -703,24 +703,31 @@ class Session:
                 self._gradient_log.forget(self.origin.version)
 
     async def _stage_state(self, stage: int, step: int) -> StageState:
-        assert self.roster is not None
+        assert self.roster is not None and self.pipeline is not None
         request = StateRequest(self._identity.session, self._plan_version, stage)
-        problems, damaged = [], None
+        problems: list[str] = []
+        damaged: dict[str, StageState] = {}
         for worker in itertools.chain(*self.roster.donors(stage)):
             try:
                 state = await fetch_state(self._node, worker.peer, request)
                 if state.version != step:
                     raise PeerStale(f"state of step {state.version} instead of {step}", worker.peer)
                 if await asyncio.to_thread(state.is_finite):
+                    for liar in damaged:
+                        self.roster.ban(liar, stage, Cause.WRONG_RESULT, "its state has NaN where another one has none")
+                        self.pipeline.lose(liar)
                     return state
-                damaged = damaged or state
+                damaged[worker.peer] = state
             except SwarmError as error:
                 problems.append(f"{worker.peer[-6:]}: {error}")
-                gone = isinstance(error, PeerUnreachable | DeadlineExceeded)
-                if gone and self.pipeline is not None and self.roster.workers.get(worker.peer) is worker:
+                if isinstance(error, ProtocolError):
+                    self.roster.ban(worker.peer, stage, Cause.PROTOCOL, str(error))
+                gone = isinstance(error, PeerUnreachable | DeadlineExceeded | ProtocolError)
+                if gone and self.roster.workers.get(worker.peer) is worker:
                     self.pipeline.lose(worker.peer)
-        if damaged is not None:
-            return damaged  # All say the same, so it is what training has come to.
+        if damaged and not problems:
+            return next(iter(damaged.values()))  # All say the same, so it is what training has come to.
+        problems += [f"{peer[-6:]}: its parameters are not finite" for peer in damaged]
         raise SwarmError(f"No worker could give the state of stage {stage}: {'; '.join(problems) or 'there is none'}")
 
     async def finish(self, failed: bool, outcome: Any) -> None:

@@ -26,7 +26,8 @@ class Tally:
 
     Attributes:
         counters: All events by name.
-        bans: Every ban: ``peer``, ``stage``, ``cause``, ``seconds`` and ``at_s``, when it began.
+        bans: Every ban: ``peer`` (of a link: ``source>target``), ``stage``, ``cause``, ``seconds`` and ``at_s``, when
+            it began.
         recoveries_s: Of every loss of a worker with microbatches, and of a stage: for how long something of it was not
             done again, since the loss was noticed.
 
@@ -59,8 +60,16 @@ class Tally:
     def banned(self, worker: str, stage: int, cause: str, seconds: float) -> None:
         """A worker is left alone for so long."""
         self.count("bans", stage, worker)
+        self._note(worker, stage, cause, seconds)
+
+    def link_banned(self, link: str, stage: int, seconds: float) -> None:
+        """Nothing goes over a link (``source>target``) to a stage for so long. It counts for neither worker."""
+        self.counters["links banned"] += 1
+        self._note(link, stage, "link", seconds)
+
+    def _note(self, whom: str, stage: int, cause: str, seconds: float) -> None:
         at_s = self._clock() - self._began_s
-        self.bans.append({"peer": worker, "stage": stage, "cause": cause, "seconds": seconds, "at_s": at_s})
+        self.bans.append({"peer": whom, "stage": stage, "cause": cause, "seconds": seconds, "at_s": at_s})
 
     def missing(self, microbatches: Collection[tuple[str, int]]) -> None:
         """These microbatches at these stages were a lost worker's, and others have to do them."""

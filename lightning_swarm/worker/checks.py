@@ -45,7 +45,7 @@ def check_gradients(tensors: Sequence[Tensor], outputs: Sequence[Tensor], source
 
 
 def check_not_nan(tensors: Sequence[Tensor], source: str, key: str) -> None:
-    """NaN is what a broken worker makes of everything; infinities can be the model's own.
+    """NaN is what a broken worker makes of everything; an activation's infinities can be the model's own, as in a mask.
 
     Raises:
         NotFinite: Blames ``source``.
@@ -54,10 +54,28 @@ def check_not_nan(tensors: Sequence[Tensor], source: str, key: str) -> None:
         raise NotFinite(f"{source} sent NaN in {key!r}", source)
 
 
+def check_finite(tensors: Sequence[Tensor], source: str, key: str) -> None:
+    """Gradients have no infinities either.
+
+    Raises:
+        NotFinite: Blames ``source``.
+    """
+    if any(not is_finite(tensor) for tensor in tensors):
+        raise NotFinite(f"{source} sent NaN or infinities in {key!r}", source)
+
+
 def has_nan(tensor: Tensor) -> bool:
     """Whether a value is NaN."""
     # One pass without memory for those that have none: a sum is NaN if a value is.
     return tensor.dtype in _CHECKED and math.isnan(tensor.sum().item()) and bool(tensor.isnan().any())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # As above; a sum of many finite values may be infinite, too.
+    if tensor.dtype not in _CHECKED or math.isfinite(tensor.sum().item()):
+        return True
+    return bool(tensor.isfinite().all())
 
 
 def _words(shapes: Sequence[tuple[torch.dtype, int | tuple[int, ...]]]) -> str:

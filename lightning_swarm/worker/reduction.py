@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_swarm.swarm.calls import Group
 from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, NodeClosed, NotFinite, ProtocolError
-from lightning_swarm.worker.checks import check_not_nan
+from lightning_swarm.worker.checks import check_finite
 from lightning_swarm.worker.entries import Chunk, ReductionFailed, blame, blamed, chunks, header_of, pack, unpack
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ class _Reduction:
                 raise blamed(header, peer, self._chunks)
             values = unpack(entry, dtype, chunk.stop - chunk.start, self._codec)
             if not self._allow_nan:
-                check_not_nan([values], peer, self._key(chunk))
+                check_finite([values], peer, self._key(chunk))
             return values
         except (ProtocolError, NotFinite) as error:
             raise ReductionFailed(peer, phase, _name(error), str(error)) from error

@@ -10,7 +10,6 @@ part for both stages: it applies the commits of the one that it serves and queue
 import asyncio
 import contextlib
 import itertools
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -230,8 +229,7 @@ class WorkerService:
             self._reduced[group.name] = Reduced(group, request.attempt, held, vector)
             norms[group.name] = norm
             absent += missing
-        finite = all(math.isfinite(norm) for norm in norms.values())
-        return ReduceReply(norms, finite, tuple(absent)).to_dict(), []
+        return ReduceReply(norms, tuple(absent)).to_dict(), []
 
     def _drop_earlier(self, request: ReduceRequest, group: Group) -> None:
         """What earlier attempts of this group have left is of no use: who takes part in this one has given them up."""

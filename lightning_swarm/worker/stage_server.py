@@ -30,7 +30,7 @@ from lightning_swarm.swarm.errors import PeerStale, ProtocolError, RemoteError
 from lightning_swarm.swarm.outbox import Outbox
 from lightning_swarm.swarm.tree import decode_tree, encode_tree
 from lightning_swarm.worker.accumulator import Accumulator
-from lightning_swarm.worker.checks import check_gradients, check_inputs, check_not_nan
+from lightning_swarm.worker.checks import check_finite, check_gradients, check_inputs, check_not_nan
 from lightning_swarm.worker.executor import Executor, Priority
 from lightning_swarm.worker.recorder import Recorded, Recorder
 from lightning_swarm.worker.saved import SavedBytes
@@ -191,7 +191,7 @@ class StageServer:
         if not activation and not self.last and "gradients" not in sources:
             assert task.gradient_peer is not None
             gradient_key = f"{task.microbatch}/g{self.index + 1}"
-            sources["gradients"] = await self._wait(fetching, task, task.gradient_peer, gradient_key)
+            sources["gradients"] = await self._wait(fetching, task, task.gradient_peer, gradient_key, check_finite)
         await self._executor.do(
             Priority.FORWARD if activation else Priority.BACKWARD,
             lambda: self._repeat(task, tensors, sources, key),
@@ -202,17 +202,26 @@ class StageServer:
     async def _fetch_inputs(self, progress: _Progress, task: Task) -> list[Tensor]:
         if task.input_peer is None:
             return []
-        inputs = await self._wait(progress, task, task.input_peer, f"{task.microbatch}/a{self.index}")
+        key = f"{task.microbatch}/a{self.index}"
+        inputs = await self._wait(progress, task, task.input_peer, key, check_not_nan)
         check_inputs(inputs, self._signature(task).boundaries[self.index - 1].specs, task.input_peer)
         return inputs
 
     async def _fetch_gradients(self, progress: _Progress, task: Task) -> list[Tensor | None] | None:
         assert task.gradient_peer is not None and progress.output is not None
         outputs = progress.output.tensors  # Released by an earlier task that was just ahead: then none are needed.
-        received = await self._wait(progress, task, task.gradient_peer, f"{task.microbatch}/g{self.index + 1}")
+        key = f"{task.microbatch}/g{self.index + 1}"
+        received = await self._wait(progress, task, task.gradient_peer, key, check_finite)
         return None if progress.accumulated else check_gradients(received, outputs, task.gradient_peer)
 
-    async def _wait(self, progress: _Progress, task: Task, peer: str, key: str) -> list[Tensor]:
+    async def _wait(
+        self,
+        progress: _Progress,
+        task: Task,
+        peer: str,
+        key: str,
+        check: Callable[[Sequence[Tensor], str, str], None],
+    ) -> list[Tensor]:
         started = time.perf_counter()
         try:
             tensors, progress.transfers[peer] = await self._fetch(peer, key, task.deadline_s)
@@ -220,9 +229,9 @@ class StageServer:
             self.waiting_s += time.perf_counter() - started
         if not task.allow_nan:
             if sum(tensor.numel() for tensor in tensors) < _CHECKED_AT_ONCE:
-                check_not_nan(tensors, peer, key)
+                check(tensors, peer, key)
             else:
-                await asyncio.to_thread(check_not_nan, tensors, peer, key)
+                await asyncio.to_thread(check, tensors, peer, key)
         return tensors
 
     def _forward(self, progress: _Progress, task: Task, tensors: list[Tensor], inputs: list[Tensor]) -> None:

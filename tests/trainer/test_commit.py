@@ -64,7 +64,7 @@ def test_a_step_that_cannot_be_reduced_ends_the_run_and_is_named(monkeypatch: py
         plan: Any = SimpleNamespace(stages=[stage], shared={}, signatures={})
         end = StepEnd(node, roster, Pipeline(node, roster), plan, session=0)
         committed: list[bool] = []
-        with pytest.raises(SwarmError, match=r"^Step 7 could not be reduced in 3 attempts\.$"):
+        with pytest.raises(SwarmError, match=r"^Step 7 could not be reduced in 3 attempts; the last time: full$"):
             await end.finish(7, [], Clipping(), StepRecord(b"", ()), asyncio.Lock(), lambda: committed.append(True))
         assert asked == [("reduce", 0), ("reduce", 1), ("reduce", 2)], "each under a number of its own"
         assert not committed and roster.workers.keys() == {"a"}

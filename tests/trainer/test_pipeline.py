@@ -330,6 +330,9 @@ def test_one_that_cannot_reach_its_own_source_any_more_leaves_its_part_to_anothe
         await running
         assert swarm.pipeline.complete and swarm.pipeline.ledger.holders() == {first, "b2"}
         assert "b" not in swarm.roster.workers and swarm.roster.counters["links banned"] == 1
+        assert [(ban["peer"], ban["stage"], ban["cause"]) for ban in swarm.roster.tally.bans] == [
+            (f"{first}>b", 1, "link")
+        ]
 
     drive(scenario, [("a1", 0), ("a2", 0), ("b", 1)])
 
@@ -419,7 +422,9 @@ def test_a_microbatch_that_fails_again_and_again_ends_the_run_and_is_named(
         for _ in range(4):
             await swarm.wire.asked(("b", "0:0"))
             swarm.wire.pending["b", "0:0"].set_exception(error)
-        with pytest.raises(SwarmError, match=r"^Microbatch 0:0 failed 4 times at stage 1; giving up\.$") as caught:
+        with pytest.raises(
+            SwarmError, match=r"^Microbatch 0:0 failed 4 times at stage 1; the last time: .*full$"
+        ) as caught:
             await running
         assert type(caught.value) is SwarmError and swarm.wire.sent["b", "0:0"] == 4
         assert not swarm.pipeline._flying

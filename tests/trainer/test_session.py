@@ -8,7 +8,7 @@ import pytest
 
 from lightning_swarm.policies.banning import Cause
 from lightning_swarm.swarm.calls import ProbeReply
-from lightning_swarm.swarm.errors import PeerBusy, SwarmError
+from lightning_swarm.swarm.errors import PeerBusy, ProtocolError, SwarmError
 from lightning_swarm.trainer import session as module
 from lightning_swarm.trainer.session import Session, Settings
 from tests.trainer.test_roster import make
@@ -32,6 +32,7 @@ def session(*workers: str, version: int = 7, step: int = 7, node: Any = None) ->
     made: Any = Session(node, identity, origin, SETTINGS, lambda: None, lambda index, stage: None)
     made.roster, made.step = make(*((worker, 0) for worker in workers)), step
     made._gradient_log.covers = lambda stage, steps: version >= 0
+    made.pipeline = SimpleNamespace(lose=lambda peer: made.roster.remove(peer))
     return made
 
 
@@ -77,6 +78,43 @@ def test_the_trainers_copy_comes_from_a_banned_worker_only_if_no_other_gives_it(
     monkeypatch.setattr(module, "fetch_state", refuse)
     asyncio.run(scenario())
     assert asked == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "given", "banned"),
+    [
+        ("nan finite", "b", {"a": Cause.WRONG_RESULT}),
+        ("corrupt finite", "b", {"a": Cause.PROTOCOL}),
+        ("nan corrupt finite", "c", {"a": Cause.WRONG_RESULT, "b": Cause.PROTOCOL}),
+        ("nan nan", "a", {}),  # What training has come to.
+        ("nan busy", None, {}),  # The other one may say something else.
+        ("busy nan", None, {}),
+    ],
+)
+def test_a_state_with_nan_is_believed_only_if_all_say_the_same(
+    answers: str, given: str | None, banned: dict[str, Cause], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = dict(zip("abc", answers.split()))
+
+    async def give(node: Any, peer: str, request: Any) -> Any:
+        if of[peer] == "busy":
+            raise PeerBusy("not now", peer)
+        if of[peer] == "corrupt":
+            raise ProtocolError("a checksum is wrong", peer)
+        return SimpleNamespace(version=7, giver=peer, is_finite=lambda: of[peer] == "finite")
+
+    async def scenario() -> None:
+        swarm = session(*of)
+        if given is None:
+            with pytest.raises(SwarmError, match="its parameters are not finite"):
+                await swarm._stage_state(0, 7)
+        else:
+            assert (await swarm._stage_state(0, 7)).giver == given
+        assert {ban["peer"]: Cause(ban["cause"]) for ban in swarm.roster.tally.bans} == banned
+        assert swarm.roster.workers.keys() == of.keys() - banned.keys()
+
+    monkeypatch.setattr(module, "fetch_state", give)
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("computing_s", "given_up"), [(61.0, True), (59.0, False)])

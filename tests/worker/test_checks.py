@@ -5,7 +5,7 @@ import torch
 
 from lightning_swarm.slicing.points import LeafSpec
 from lightning_swarm.swarm.errors import NotFinite, ProtocolError, SourceFailed, pack_error, unpack_error
-from lightning_swarm.worker.checks import check_gradients, check_inputs, check_not_nan, has_nan
+from lightning_swarm.worker.checks import check_finite, check_gradients, check_inputs, check_not_nan, has_nan
 
 SPECS = [LeafSpec.of(torch.zeros(4, 3)), LeafSpec.of(torch.zeros(4, dtype=torch.long))]
 OUTPUTS = [torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, dtype=torch.float64)]
@@ -50,3 +50,12 @@ def test_nan_is_blamed_and_infinities_are_not() -> None:
         check_not_nan([torch.zeros(3), torch.tensor([torch.nan])], "a", "0:0/a1")
     crossed = unpack_error(pack_error(caught.value, "trainer"), "b")
     assert isinstance(crossed, SourceFailed) and (crossed.peer, crossed.cause) == ("a", "NotFinite")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_gradients_must_be_finite(value: float) -> None:
+    large = torch.full((4,), 3e38)  # Their sum is not.
+    check_finite([large, torch.tensor([1]), torch.tensor([True]), torch.zeros(0)], "a", "0:0/g1")
+    with pytest.raises(NotFinite) as caught:
+        check_finite([large, torch.tensor([1.0, value])], "a", "0:0/g1")
+    assert caught.value.peer == "a"

@@ -110,7 +110,7 @@ def test_what_is_of_another_step_plan_or_session_is_refused_and_changes_nothing(
         assert all(torch.equal(value, before[name]) for name, value in served.parameters().items())
         # What is of this step is answered still, and the step can be made.
         assert "parameters" in (await served.send("state", served.valid("state")))[0]
-        assert (await served.send("reduce", served.valid("reduce")))[0]["finite"]
+        assert (await served.send("reduce", served.valid("reduce")))[0]["squared_norms"]
         for _ in range(2):  # One that is repeated finds its work done.
             await served.send("commit", served.valid("commit"))
         assert served.server.version == 1 and not served.server.accumulator.accumulated
