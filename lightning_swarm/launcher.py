@@ -278,13 +278,11 @@ class SwarmLauncher(Launcher):
         """Run one Lightning call in this process's role."""
         assert trainer is not None
         SwarmLauncher.calls += 1
-        atexit.unregister(self._strategy.shutdown)  # Once is enough, however many calls there are.
-        atexit.register(self._strategy.shutdown)
         if self._strategy.role == "worker":
             return self._serve(function, trainer, args, kwargs)
         choose_checkpoint(trainer, self._strategy.choose_checkpoint)
         try:
-            self._strategy.begin_call()
+            self._begin()
             results = function(*args, **kwargs)
         except BaseException as error:
             # The session lives on: Lightning calls on_exception now, where callbacks may save a checkpoint, then
@@ -294,10 +292,18 @@ class SwarmLauncher(Launcher):
         self._strategy.end_call(failed=False, results=results)
         return results
 
+    def _begin(self) -> None:
+        try:
+            self._strategy.begin_call()
+        finally:
+            # Last, as what was registered last is called first: a node that has been closed can tell nobody of the end.
+            atexit.unregister(self._strategy.shutdown)
+            atexit.register(self._strategy.shutdown)
+
     def _serve(self, function: Callable[..., Any], trainer: "Trainer", args: Any, kwargs: Any) -> Any:
         ignore_checkpoint_path(trainer)
         try:
-            self._strategy.begin_call()
+            self._begin()
             results = function(*args, **kwargs)
             if self._strategy.await_next_call():
                 return results

@@ -177,6 +177,15 @@ def test_what_a_killed_trainer_had_half_written_is_removed_by_the_next_write(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.part", "step=4.ckpt"]
 
 
+def test_the_snapshots_of_an_earlier_run_that_came_further_go_first(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    for step in (4950, 5000, 50, 100):
+        snapshots.write(step, {})
+        path = tmp_path / f"step={step}.ckpt"
+        assert snapshots.newest() == (step, path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=100.ckpt", "step=50.ckpt"]
+
+
 class Elsewhere:
     """Workers that are not the trainer's: they know a bootstrap peer, and outlive trainers.
 

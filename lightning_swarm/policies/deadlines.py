@@ -2,9 +2,9 @@
 
 A deadline follows the median and the spread of the peer's own durations, so one that is twenty times slower than its
 neighbours simply gets a twenty times longer one. A peer that nobody has measured yet gets a generous deadline from the
-others of its stage, and from how long each of them took the first time, when there was something to compile or to load.
-After a timeout the peer's next deadline doubles until it answers again: a worker that has become
-slow is then measured instead of being timed out for ever.
+others of its stage; as long as it computes, it gets as much time as each of them took the first time, when there was
+something to compile or to load. After a timeout the peer's next deadline doubles until it answers again: a worker that
+has become slow is then measured instead of being timed out for ever.
 """
 
 from __future__ import annotations
@@ -124,10 +124,16 @@ class Deadlines:
         else:
             others = self.stage_median_s(stage, call)
             allowed = self.initial_s if others is None else self.unknown_factor * others * (1 + ahead)
-            if firsts := self._firsts.get((stage, call)):
-                allowed = max(allowed, self.factor * median(firsts))
         backoff = history.backoff if history is not None else 1.0
         return min(max(allowed, self.floor_s) * backoff, self.ceiling_s)
+
+    def first_s(self, peer: str, stage: int, call: str) -> float:
+        """Seconds that a peer without a history may compute for its first call; 0 for others, or if nobody made one."""
+        history = self._histories.get((peer, call))
+        firsts = self._firsts.get((stage, call))
+        if firsts is None or (history is not None and history.stage == stage and history.durations):
+            return 0.0
+        return min(self.factor * median(firsts), self.ceiling_s)
 
     def stage_median_s(self, stage: int, call: str) -> float | None:
         """The median over the stage's peers of their median durations, or None while none is measured."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -152,6 +152,17 @@ def result_of(future: "concurrent.futures.Future[_T]", timeout_s: float | None =
 def unheard(future: "asyncio.Future[Any]") -> None:
     """Nobody may be left to hear of this future's error, which is no mistake: asyncio shall not report it."""
     future.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+
+
+async def together(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """All results in order. Of those that still run when one fails, or when this is cancelled, none is left behind."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:

@@ -288,9 +288,10 @@ class Pipeline:
             SourceFailed: It waits for what another worker has offered for long.
         """
         status = await probe(self._node, worker, ProbeRequest(microbatch))
-        if status.computing_s > patience_s and not self._roster.waits_for(worker, stage):
+        allowed_s = max(patience_s, self._roster.first_s(worker, stage))
+        if status.computing_s > allowed_s and not self._roster.waits_for(worker, stage):
             raise DeadlineExceeded(
-                f"{worker} has computed for {status.computing_s:.1f} s, its usual time allows {patience_s:.1f} s",
+                f"{worker} has computed for {status.computing_s:.1f} s, its usual time allows {allowed_s:.1f} s",
                 worker,
             )
         await check_links(self._node, self._roster, worker, status, patience_s)

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_swarm.swarm.calls import CommitRequest, Holding, StateRequest, WorkerRecord
 from lightning_swarm.swarm.errors import CallerError, PeerBusy, SwarmError
+from lightning_swarm.swarm.loop import together
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.trainer.position import StepRecord
 from lightning_swarm.worker.state import StageState, fetch_state
@@ -113,13 +114,13 @@ class Recovery:
             )
         holders = {peer: holding for peer, holding in self._holdings.items() if holding.step == step}
         stages = next(iter(holders.values())).stages
-        states = await asyncio.gather(*(self._state(stage, holders) for stage in range(stages)))
+        states = await together([self._state(stage, holders) for stage in range(stages)])
         kept = Kept(
             step,
             next(iter(holders.values())).fingerprint,
             {peer: holding.stage for peer, holding in holders.items()},
         )
-        return Recovered(step, list(states), StepRecord(last.position, last.effects), kept)
+        return Recovered(step, states, StepRecord(last.position, last.effects), kept)
 
     async def _ask_all(self) -> Holdings:
         """Ask workers until every stage has a holder, or nobody holds anything, or for as long as may be.

@@ -316,6 +316,10 @@ class Roster:
         ahead = self._wiring.outstanding(peer) if call == "process" else 0
         return self._deadlines.deadline_s(peer, stage, call, ahead=ahead)
 
+    def first_s(self, peer: str, stage: int) -> float:
+        """How long a worker may compute for its first microbatch, as others needed for theirs; 0 after that."""
+        return self._deadlines.first_s(peer, stage, "process")
+
     def waits_for(self, peer: str, stage: int, call: str = "process") -> bool:
         """Whether to go on waiting for a worker that computes for longer than its usual time allows.
 
@@ -365,7 +369,8 @@ class Roster:
 
     def transferred(self, source: str, target: str, seconds: float) -> None:
         """A microbatch's tensors took so long from one worker to another."""
-        self._links.observed(source, target, seconds)
+        if {source, target} <= self.workers.keys():  # Of one that has gone since, nobody asks any more.
+            self._links.observed(source, target, seconds)
 
     def took(self, peer: str, stage: int, call: str, seconds: float) -> None:
         """A worker has answered a call other than ``process``."""

@@ -44,6 +44,7 @@ from lightning_swarm.swarm.errors import (
     ProtocolError,
     SwarmError,
 )
+from lightning_swarm.swarm.loop import together
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.outbox import Outbox
 from lightning_swarm.swarm.parts import give
@@ -250,8 +251,8 @@ class Session:
         silences = 0
         while True:
             await asyncio.sleep(_LOOK_AFTER_NEWCOMERS_S)
-            if roster.workers.get(worker.peer) is not worker or worker.ready:
-                return
+            if roster is not self.roster or roster.workers.get(worker.peer) is not worker or worker.ready:
+                return  # Where all were spread anew, it joins anew.
             try:
                 await ask(self._node, worker.peer)
                 silences = 0
@@ -695,7 +696,7 @@ class Session:
         if self.origin.version == self.step or self.plan is None:
             return
         # Each worker captures its state at once, before it can be at the next step; the transfers take their time.
-        states = await asyncio.gather(*(self._stage_state(stage.index, self.step) for stage in self.plan.stages))
+        states = await together([self._stage_state(stage.index, self.step) for stage in self.plan.stages])
         async with self._origin_lock:
             if states[0].version > self.origin.version:
                 await asyncio.to_thread(self.origin.update, list(states))

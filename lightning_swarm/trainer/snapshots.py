@@ -81,12 +81,13 @@ class Snapshots:
         return None
 
     def _found(self) -> list[tuple[int, Path]]:
-        """By step, newest first."""
+        """By step, those that were written last first: an earlier run in this directory may have come further."""
         found = []
         for path in self.directory.glob("step=*.ckpt"):
             with contextlib.suppress(ValueError):
-                found.append((int(path.stem.removeprefix("step=")), path))
-        return sorted(found, reverse=True)
+                step = int(path.stem.removeprefix("step="))
+                found.append((path.stat().st_mtime_ns, step, path))
+        return [(step, path) for _, step, path in sorted(found, reverse=True)]
 
     def _sync_directory(self) -> None:
         descriptor = os.open(self.directory, os.O_RDONLY)

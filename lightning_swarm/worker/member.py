@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 _ASK_DEADLINE_S = 30.0
 _PING_EVERY_S = 5.0
 _AGAIN_AFTER_S = 0.5
+_MOST_TELLS = 5
 _LINGER_S = 1.0
 _CALLS_OF_TRAINER = ("process", "reduce", "commit", "move", "finish")
 
@@ -377,15 +378,24 @@ class Member:
         try:
             state, _ = await self._download(incoming.assignment)
             incoming.arrived(state)
-        except SwarmError as error:
-            problem = str(error)
+        except Exception as error:  # To be out of memory is one.
+            problem = f"{type(error).__name__}: {error}"
         assignment = incoming.assignment
         request = PreparedRequest(assignment.session, assignment.plan_version, assignment.stage, problem)
-        try:
-            await self._node.call(self.trainer, "prepared", request.to_dict(), deadline_s=_ASK_DEADLINE_S)
-        except SwarmError as error:
-            # What was prepared goes with the next commit that does not concern it; a reduction may still do so.
-            log.info("The move to stage %d is off: %s", assignment.stage, error)
+        for _ in range(_MOST_TELLS):
+            try:
+                await self._node.call(self.trainer, "prepared", request.to_dict(), deadline_s=_ASK_DEADLINE_S)
+                return
+            except PeerStale as error:
+                # What was prepared goes with the next commit that does not concern it; a reduction may still do so.
+                log.info("The move to stage %d is off: %s", assignment.stage, error)
+                return
+            except SwarmError as error:
+                log.info("The trainer does not hear that stage %d is prepared: %s", assignment.stage, error)
+                await asyncio.sleep(_AGAIN_AFTER_S)
+        # It would be made up for commits that never end. If the trainer counts on it all the same, it joins again.
+        if self.service.incoming is incoming:
+            self.service.incoming = None
 
     async def _download(self, assignment: Assignment) -> tuple[StageState, str]:
         """The stage's state, and who gave it."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_swarm.swarm.calls import Group
 from lightning_swarm.swarm.errors import CallerError, DeadlineExceeded, NodeClosed, NotFinite, ProtocolError
+from lightning_swarm.swarm.loop import together
 from lightning_swarm.worker.checks import check_finite
 from lightning_swarm.worker.entries import Chunk, ReductionFailed, blame, blamed, chunks, header_of, pack, unpack
 
@@ -132,7 +133,7 @@ class _Reduction:
         for owner in self._others:
             work += self._lanes(self._collect, self._chunks[owner])
         try:
-            await _together(work)
+            await together(work)
         except (Exception, asyncio.CancelledError) as error:
             self._give_up(error)
             raise
@@ -160,7 +161,7 @@ class _Reduction:
     async def _add(self, chunk: Chunk) -> None:
         """Sum one of this member's own chunks and offer the sum."""
         senders = [peer for peer in self._contributors if peer != self._me]
-        slices = await _together([self._fetch(peer, "slices", chunk) for peer in senders])
+        slices = await together([self._fetch(peer, "slices", chunk) for peer in senders])
         entry = await self._compute(self._sum, chunk, dict(zip(senders, slices)))
         self._outbox.put(self._key(chunk), entry)
 
@@ -229,17 +230,6 @@ class _Reduction:
 
     async def _compute(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
-
-async def _together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. Of those that still run when one fails, or when this is cancelled, none is left behind."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _name(error: BaseException) -> str:

@@ -36,11 +36,13 @@ def test_new_peer_may_take_as_long_for_its_first_call_as_others_took_for_theirs(
         deadlines.completed(peer, 0, "process", first)
         for _ in range(32):
             deadlines.completed(peer, 0, "process", 0.1)
-    assert deadlines.deadline_s("new", 0, "process") == pytest.approx(120.0)
+    assert deadlines.first_s("new", 0, "process") == pytest.approx(120.0)
+    assert deadlines.first_s("new", 1, "process") == deadlines.first_s("new", 0, "reduce") == 0.0
+    assert deadlines.deadline_s("new", 0, "process") == 2.0, "it is asked what it does as soon as before"
     deadlines.completed("new", 0, "process", 50.0)
     for _ in range(32):
         deadlines.completed("new", 0, "process", 0.1)
-    assert deadlines.deadline_s("new", 0, "process") == 2.0
+    assert deadlines.first_s("new", 0, "process") == 0.0
 
 
 def test_other_stages_and_calls_say_nothing() -> None:

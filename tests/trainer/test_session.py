@@ -138,3 +138,39 @@ def test_a_newcomer_whose_compute_thread_is_stuck_is_given_up(
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
     assert looks == ["probe"] * (3 if given_up else 10) and lost == (["b"] if given_up else [])
+
+
+def test_a_newcomer_from_before_all_were_spread_anew_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_AFTER_NEWCOMERS_S", 0.0)
+
+    async def scenario() -> None:
+        swarm = session("a")
+        earlier = swarm.roster
+        newcomer = earlier.join("b", "cpu", -1, 0)
+        swarm.roster = make(("a", 0))
+        await swarm._watch(newcomer, earlier, swarm.pipeline)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_what_is_left_of_a_snapshot_that_failed_goes_on_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    async def give(node: Any, peer: str, request: Any) -> Any:
+        if request.stage == 1:
+            raise PeerBusy("not now", peer)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(peer)
+
+    async def scenario() -> None:
+        swarm = session("a", "b", version=3)
+        swarm.roster = make(("a", 0), ("b", 1))
+        swarm.plan = SimpleNamespace(stages=[SimpleNamespace(index=0), SimpleNamespace(index=1)])
+        with pytest.raises(SwarmError, match="No worker could give the state of stage 1"):
+            await swarm._update_origin()
+        assert ended == ["a"]
+
+    monkeypatch.setattr(module, "fetch_state", give)
+    asyncio.run(asyncio.wait_for(scenario(), 20))
