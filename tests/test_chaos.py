@@ -61,7 +61,7 @@ IN_A_STEP = ["forward", "forwarded", "fetched", "accumulated", "reduce", "reduci
 
 
 @pytest.mark.parametrize("moment", IN_A_STEP)
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_worker_that_vanishes_is_replaced(moment: Moment, stage: int, undisturbed: Outcome) -> None:
     fault = Fault("kill", moment, stage=stage, step=2)
     run, counters, faults = fit(fault)
@@ -71,15 +71,16 @@ def test_a_worker_that_vanishes_is_replaced(moment: Moment, stage: int, undistur
 
 
 @pytest.mark.parametrize("moment", IN_A_STEP)
-def test_a_worker_that_hangs_is_given_up(moment: Moment, undisturbed: Outcome) -> None:
-    fault = Fault("hang", moment, stage=1, step=2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_worker_that_hangs_is_given_up(moment: Moment, stage: int, undisturbed: Outcome) -> None:
+    fault = Fault("hang", moment, stage=stage, step=2)
     run, counters, faults = fit(fault)
     _same(run, undisturbed)
     assert faults.fired == [fault]
     assert counters["leaves"] >= 1 and "stages lost" not in counters
 
 
-@pytest.mark.parametrize("moment", ["forward", "accumulated", "reduce", "committed"])
+@pytest.mark.parametrize("moment", [*IN_A_STEP, "snapshot"])
 def test_a_worker_that_is_slow_for_a_moment_is_waited_for(moment: Moment, undisturbed: Outcome) -> None:
     fault = Fault("slow", moment, stage=1, step=2, seconds=0.2)
     run, _, faults = fit(fault)
@@ -97,8 +98,9 @@ def test_a_call_that_arrives_twice_counts_once(moment: Moment, undisturbed: Outc
 
 
 @pytest.mark.parametrize("moment", IN_A_STEP)
-def test_a_call_that_is_refused_is_made_again_or_elsewhere(moment: Moment, undisturbed: Outcome) -> None:
-    fault = Fault("refuse", moment, stage=1, step=2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_call_that_is_refused_is_made_again_or_elsewhere(moment: Moment, stage: int, undisturbed: Outcome) -> None:
+    fault = Fault("refuse", moment, stage=stage, step=2)
     run, counters, faults = fit(fault)
     _same(run, undisturbed)
     assert faults.fired == [fault]
@@ -150,7 +152,18 @@ def test_a_worker_that_alone_sends_nan_is_banned(moment: Moment, stage: int, und
     assert counters["failed: wrong_result"] == 1 and "NaN accepted" not in counters
 
 
-@pytest.mark.parametrize("kind", ["kill", "corrupt", "nan"])
+@pytest.mark.parametrize("kind", ["kill", "hang", "refuse"])
+def test_a_worker_that_fails_when_it_is_told_to_leave_its_stage_holds_nobody_up(
+    kind: Kind, undisturbed: Outcome
+) -> None:
+    fault = Fault(kind, "drain", stage=1)
+    run, counters, faults = fit(fault)
+    _same(run, undisturbed)
+    assert faults.fired == [fault]
+    assert "stages lost" not in counters
+
+
+@pytest.mark.parametrize("kind", ["kill", "hang", "refuse", "corrupt", "nan"])
 def test_a_snapshot_that_fails_at_one_worker_is_taken_from_another(kind: Kind, undisturbed: Outcome) -> None:
     fault = Fault(kind, "snapshot", stage=1, step=2)
     run, counters, faults = fit(fault)
@@ -195,9 +208,10 @@ def _name(pair: tuple[Fault, Fault]) -> str:
 @pytest.mark.parametrize("pair", _any_two(), ids=_name)
 def test_any_two_faults_in_one_step(pair: tuple[Fault, Fault], undisturbed: Outcome) -> None:
     """The first may take the second one's moment away; the weights are the same all the same."""
-    run, _, faults = fit(*pair)
+    run, counters, faults = fit(*pair)
     _same(run, undisturbed)
     assert faults.fired and set(faults.fired) <= set(pair)
+    assert "stages lost" not in counters, "each stage has another worker, and so the totals were proved"
 
 
 def test_without_sums_in_float64_rounding_is_all_that_differs(undisturbed: Outcome) -> None:
