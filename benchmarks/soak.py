@@ -77,7 +77,7 @@ class Usage(pl.Callback):
     ) -> None:
         self.steps = index + 1
         if index % LOOK_EVERY == 0:
-            self.looks.append(usage())
+            self.looks.append({**usage(), "workers": len(trainer.strategy._session.roster.workers)})
         if time.monotonic() > self.until:
             trainer.should_stop = True
 
@@ -116,6 +116,7 @@ class Reaper(threading.Thread):
         self.random = random.Random(arguments.seed)
         self.over = threading.Event()
         self.killed = self.stopped = 0
+        self._gone: set[str] = set()
         self._stopped: list[tuple[float, int]] = []
 
     def run(self) -> None:
@@ -144,10 +145,13 @@ class Reaper(threading.Thread):
             self._stopped.append((time.monotonic() + self.random.uniform(0.5, self.arguments.stop), pid))
 
     def _harm_thread(self, roster: Any) -> None:
-        victims = sorted(worker.peer for worker in roster.workers.values() if worker.ready)
+        """One worker comes for each that goes: those who have gone may be in the roster still."""
+        victims = sorted({worker.peer for worker in roster.workers.values() if worker.ready} - self._gone)
         if victims:
             self.killed += 1
-            self.strategy._local.kill(self.random.choice(victims))
+            victim = self.random.choice(victims)
+            self._gone.add(victim)
+            self.strategy._local.kill(victim)
             self.strategy._local.start(WORKERS + self.killed)
 
 
@@ -246,8 +250,9 @@ def main() -> None:
         report.figure(f"{what}, second quarter", early, unit)
         report.figure(f"{what}, last quarter", late, unit, f"at most {max(look[what] for look in looks):.0f}")
         report.ratio(f"{what}, last / second quarter", late / early, at_most=1.05)
-    report.figure("sockets, second quarter", median("sockets", looks[quarter : 2 * quarter]), "")
-    report.figure("sockets, last quarter", median("sockets", looks[-quarter:]), "")
+    for what in ("sockets", "workers"):
+        report.figure(f"{what}, second quarter", median(what, looks[quarter : 2 * quarter]), "")
+        report.figure(f"{what}, last quarter", median(what, looks[-quarter:]), "")
     pairs = zip(run["weights"].values(), undisturbed["weights"].values())
     difference = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
     report.ratio("largest difference of a weight", difference, at_most=0.0)
