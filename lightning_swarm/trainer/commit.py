@@ -44,7 +44,7 @@ from lightning_swarm.swarm.errors import (
 from lightning_swarm.swarm.loop import unheard
 from lightning_swarm.swarm.node import Node
 from lightning_swarm.swarm.tree import encode_tree
-from lightning_swarm.trainer.pipeline import Pipeline, check_links, probe
+from lightning_swarm.trainer.pipeline import Pipeline, busy_pause_s, check_links, probe
 from lightning_swarm.trainer.position import StepRecord
 from lightning_swarm.trainer.roster import Roster, Worker
 
@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 _CALL_DEADLINE_S = 3600.0
 _ASK_AFTER_S = 2.0
 _MOST_ATTEMPTS = 20
-_BUSY_S = 0.1
 _MOST_REFUSALS = 50
 _CAUSES = {
     DeadlineExceeded.__name__: Cause.TIMEOUT,
@@ -248,7 +247,7 @@ class StepEnd:
                     self._doubt(peer, error)
                 elif isinstance(error, PeerBusy) or getattr(error, "cause", None) == PeerBusy.__name__:
                     self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
-                    await asyncio.sleep(_pause_s(attempt))
+                    await asyncio.sleep(busy_pause_s(attempt))
                 else:
                     self._give_up(peer, "reduce", error)
         if len(replies) < len(members):
@@ -387,7 +386,7 @@ class StepEnd:
                     self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
                     if refusal == _MOST_REFUSALS - 1:
                         raise
-                    await asyncio.sleep(_pause_s(refusal))
+                    await asyncio.sleep(busy_pause_s(refusal))
 
         _, errors = await self._call_all(list(self._roster.workers.values()), commit, "commit")
         for peer, error in errors.items():
@@ -436,11 +435,6 @@ def _keeper(workers: Sequence[Worker], step: int) -> str:
     """Who of a stage's workers keeps what it makes a step with: another one each time, and none that moves away."""
     staying = [worker for worker in workers if worker.moving_to is None] or workers
     return staying[step % len(staying)].peer
-
-
-def _pause_s(attempt: int) -> float:
-    """How long to leave a worker alone that has refused so often."""
-    return _BUSY_S * 2 ** min(attempt, 5)
 
 
 def _held(group: Group, holdings: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:

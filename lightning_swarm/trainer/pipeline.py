@@ -223,7 +223,7 @@ class Pipeline:
                 continue
             except PeerBusy:
                 self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
-                await asyncio.sleep(_pause_s(attempt))
+                await asyncio.sleep(busy_pause_s(attempt))
                 continue
             except tuple(_CAUSES) as error:
                 if self._concerns_all(flight, stage, worker, error):
@@ -309,7 +309,7 @@ class Pipeline:
         log.debug("Microbatch %s: %s cannot reach %s: %s", flight.name, worker[-6:], error.peer[-6:], error)
         if error.cause == PeerBusy.__name__:
             self._roster.counters[f"failed: {Cause.BUSY.value}"] += 1
-            await asyncio.sleep(_pause_s(attempt))
+            await asyncio.sleep(busy_pause_s(attempt))
             return
         if error.cause == NotFinite.__name__:
             await self._doubt(flight, stage, neighbour, error)
@@ -486,7 +486,7 @@ async def check_links(node: Node, roster: Roster, worker: str, status: ProbeRepl
             )
 
 
-def _pause_s(attempt: int) -> float:
+def busy_pause_s(attempt: int) -> float:
     """How long to leave a worker alone that has refused so often."""
     return _BUSY_S * 2 ** min(attempt, 5)
 

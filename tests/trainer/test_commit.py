@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_swarm.swarm.errors import PeerBusy, PeerUnreachable, SourceFailed, SwarmError
-from lightning_swarm.trainer import commit
+from lightning_swarm.trainer import commit, pipeline
 from lightning_swarm.trainer.commit import Clipping, StepEnd, _culprits
 from lightning_swarm.trainer.pipeline import Pipeline
 from lightning_swarm.trainer.position import StepRecord
@@ -48,7 +48,7 @@ def test_who_has_broken_off_a_sum_because_another_one_had_failed_is_innocent() -
 
 def test_a_step_that_cannot_be_reduced_ends_the_run_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "_MOST_ATTEMPTS", 3)
-    monkeypatch.setattr(commit, "_BUSY_S", 0.0)
+    monkeypatch.setattr(pipeline, "_BUSY_S", 0.0)
     asked: list[tuple[str, int]] = []
 
     async def call(peer: str, name: str, header: dict[str, Any], **options: Any) -> Any:
